@@ -1,0 +1,262 @@
+"""``ckpt.load``, ``ckpt.read``, ``ckpt.latest``, ``ckpt.steps``: from a step back into a state."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ckpt.engine.ranks import Ranks
+from ckpt.engine.session import Session, session_of
+from ckpt.engine.tensors import StepReader
+from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError
+from ckpt.format.commit import Attempt, Commit
+from ckpt.keeper.client import settle
+from ckpt.run import Run, StepState
+from ckpt.state import LoadTarget, Read, StoredState, StoredTensor, dtype_of, read_tree, wanted
+
+SETTLE_TIMEOUT_S = 60.0
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """A step that a load of the latest passed over, and why."""
+
+    step: int
+    attempt: str
+    why: str
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load did on this rank."""
+
+    step: int
+    attempt: str
+    missing: tuple[str, ...]  # the state has it, the step does not
+    unexpected: tuple[str, ...]  # the step has it, the state does not
+    mismatched: tuple[str, ...]  # name: stored and wanted dtype and shape
+    ignored: tuple[str, ...]  # top-level entries of the step that the state does not ask for
+    skipped: tuple[Skipped, ...]
+    bytes_read: int
+
+
+class _Spoiled(DamagedError):
+    """Damage met after some of the target was filled."""
+
+
+def load(
+    run: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int | str = "latest",
+    strict: bool = True,
+    cast: bool = False,
+) -> LoadReport:
+    """Fill ``state`` in place from a step; every rank of the process group calls it.
+
+    Modules, optimizers and tensors are filled in place, objects get ``load_state_dict``, plain
+    values are put back where they were. The saving and the loading group may differ in size and
+    in placements. Every chunk is checked against its digest.
+
+    ``strict`` raises one MismatchError that lists every missing, unexpected and mismatched tensor,
+    and leaves the state untouched; ``strict=False`` loads the rest. ``cast=True`` converts dtypes.
+    ``step="latest"`` falls back to the newest older step that verifies and says why in
+    ``LoadReport.skipped``; a step asked for by number never does.
+
+    Raises NotFoundError, MismatchError, DamagedError (the message says so when part of the state
+    was filled already), UnsupportedFormatError.
+    """
+    session = session_of(run)
+    if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
+        raise BadInputError(f"step={step!r}: expected a step number or 'latest'")
+    wanted_step = None if step == "latest" else int(step)
+    _wait_for_saves(session)
+    skipped: list[Skipped] = []
+    spoiled = False
+    while True:
+        passed, found = session.ranks.from_first(lambda: _choose(session.run, wanted_step, skipped))
+        skipped[:] = passed
+        try:
+            report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast, spoiled=spoiled)
+        except DamagedError as error:
+            spoiled = spoiled or isinstance(error, _Spoiled)
+            if wanted_step is not None:
+                raise
+            skipped.append(Skipped(found.attempt.step, found.attempt.label, str(error)))
+            continue
+        session.loaded(found.attempt.step)
+        return report
+
+
+def _wait_for_saves(session: Session) -> None:
+    """A save of ours that is under way may become the latest step; so may one that a dead job staged."""
+    for pending in session.pending:
+        try:
+            pending.result()
+        except CkptError:
+            pending.told = False  # the next save raises it: a load is not where it belongs
+    session.ranks.all_or_none(lambda: settle(session.run.url, SETTLE_TIMEOUT_S))
+
+
+def _choose(run: Run, step: int | None, skipped: Sequence[Skipped]) -> tuple[list[Skipped], StepState]:
+    if step is not None:
+        return list(skipped), run.find(step)
+    run.require()
+    passed = list(skipped)
+    known = {skip.attempt for skip in skipped}
+    for state in run.live_steps():
+        if state.attempt.label in known:
+            continue
+        if state.commit is not None:
+            return passed, state
+        if state.state != "incomplete":
+            passed.append(Skipped(state.attempt.step, state.attempt.label, state.why))
+    reasons = "; ".join(f"step {skip.step} ({skip.attempt}): {skip.why}" for skip in passed)
+    if passed:
+        raise DamagedError(f"{run.url}: no step is usable: {reasons}")
+    raise NotFoundError(f"{run.url}: no committed step yet")
+
+
+def _load_step(
+    session: Session,
+    state: Mapping[str, Any],
+    found: StepState,
+    skipped: tuple[Skipped, ...],
+    *,
+    strict: bool,
+    cast: bool,
+    spoiled: bool,
+) -> LoadReport:
+    ranks = session.ranks
+    assert found.commit is not None  # noqa: S101 - _choose gives committed steps only
+    reader = StepReader(session.run, found.attempt, found.commit)
+
+    def look() -> LoadTarget:
+        stored = stored_state(reader, ranks.rank, ranks.world)
+        return wanted(state, stored, rank=ranks.rank, world=ranks.world, strict=False, cast=cast)
+
+    # No rank's state is touched before all ranks know that what they will read fits.
+    target = _of_all(ranks, look, spoiled)
+    everyone = ranks.gather(target.unexpected)
+    target.unexpected = [name for name in target.unexpected if all(name in names for names in everyone)]
+    if strict:
+        ranks.all_or_none(target.refuse_misfits)
+
+    def fill() -> None:
+        try:
+            for read in target.reads:
+                fill_tensor(reader, read)
+        except DamagedError as error:
+            raise _Spoiled(f"{error}; part of the state was filled already and must not be used") from None
+
+    _of_all(ranks, fill, spoiled=True)
+    ranks.all_or_none(target.apply)
+    return LoadReport(
+        step=found.attempt.step,
+        attempt=found.attempt.label,
+        missing=tuple(target.missing),
+        unexpected=tuple(target.unexpected),
+        mismatched=tuple(str(mismatch) for mismatch in target.mismatched),
+        ignored=tuple(target.ignored),
+        skipped=skipped,
+        bytes_read=reader.bytes_read,
+    )
+
+
+def _of_all(ranks: Ranks, act: Any, spoiled: bool) -> Any:
+    """``act()`` on every rank; damage found by any rank is DamagedError on every rank, so that all fall back together."""
+    outcome: list[Any] = [None]
+
+    def attempt() -> tuple[str, str] | None:
+        try:
+            outcome[0] = act()
+        except DamagedError as error:
+            return (type(error).__name__, str(error))
+        return None
+
+    for rank, damage in enumerate(ranks.all_or_none(attempt)):
+        if damage is not None:
+            kind = _Spoiled if damage[0] == "_Spoiled" or spoiled else DamagedError
+            raise kind(damage[1] if ranks.world == 1 else f"rank {rank}: {damage[1]}")
+    return outcome[0]
+
+
+def stored_state(reader: StepReader, rank: int | None, world: int) -> StoredState:
+    """What a step holds, as the state room wants it, for the rank that reads it (None: for no rank in particular)."""
+    tensors = {name: StoredTensor(t.dtype, t.shape, t.kind) for name, t in reader.tensors().items()}
+    shared: dict[str, Any] = {"tensors": tensors, "aliases": reader.aliases(), "values": reader.values()}
+    if rank is not None and reader.commit.world == world:
+        return StoredState(**shared, rank_values=reader.rank_values(rank), rank_tensors=_own_tensors(reader, rank))
+    everyone = range(reader.commit.world)
+    return StoredState(
+        **shared,
+        all_rank_values=[reader.rank_values(saved) for saved in everyone],
+        all_rank_tensors=[_own_tensors(reader, saved) for saved in everyone],
+    )
+
+
+def _own_tensors(reader: StepReader, rank: int) -> dict[str, StoredTensor]:
+    return {t.name: StoredTensor(t.dtype, t.shape, t.kind) for t in reader.rank_tensors(rank)}
+
+
+def fill_tensor(reader: StepReader, read: Read) -> None:
+    """Carry out one read, straight into the target's memory where that is possible."""
+    dest, dtype = read.dest, dtype_of(read.dtype)
+    direct = dest.device.type == "cpu" and dest.dtype == dtype and dest.is_contiguous() and not _is_lazy(dest)
+    buffer = dest if direct else torch.empty(dest.shape, dtype=dtype)
+    reader.read(read.name, read.box, memory_of(buffer), rank=read.rank)
+    if not direct:
+        with torch.no_grad():
+            dest.copy_(buffer)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether its memory is not what it shows (conjugated or negated views)."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, of any dtype, as a writable view; the tensor must outlive it."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def read(run: str | os.PathLike[str], *, step: int | str = "latest") -> dict[str, Any]:
+    """The whole state of a step without a template: nested containers, whole CPU tensors, plain values.
+
+    Needs no process group and is not collective. A value that was saved per rank comes as the list of
+    all ranks' values. Raises NotFoundError, DamagedError, UnsupportedFormatError.
+    """
+    opened = Run.open(run)
+    found = opened.find(None if step == "latest" else int(step))
+    return read_step(opened, found.attempt, _committed(found))
+
+
+def read_step(run: Run, attempt: Attempt, commit: Commit) -> dict[str, Any]:
+    """``read`` of one attempt."""
+    reader = StepReader(run, attempt, commit)
+    tree, reads = read_tree(stored_state(reader, None, 0))
+    for item in reads:
+        fill_tensor(reader, item)
+    return tree
+
+
+def _committed(found: StepState) -> Commit:
+    if found.commit is None:
+        raise DamagedError(found.why)
+    return found.commit
+
+
+def latest(run: str | os.PathLike[str]) -> int | None:
+    """The newest live step of a run, or None when there is none (or no run). Reads no payload."""
+    opened = Run.open(run)
+    return next((s.attempt.step for s in opened.live_steps() if s.commit is not None), None)
+
+
+def steps(run: str | os.PathLike[str]) -> list[int]:
+    """The live steps of a run, ascending."""
+    opened = Run.open(run)
+    return sorted(s.attempt.step for s in opened.live_steps() if s.commit is not None)

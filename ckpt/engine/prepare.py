@@ -1,0 +1,213 @@
+"""From a flattened state to what this rank writes: structures exchanged, values compared, layouts planned, cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from ckpt.engine.ranks import Ranks
+from ckpt.errors import BadInputError
+from ckpt.format import records, values
+from ckpt.format.layout import Layout, encode_layout
+from ckpt.format.part import RankTensor, data_name
+from ckpt.format.safetensors import HeaderEntry, build_header, st_dtype
+from ckpt.keeper.protocol import FileTask, LayoutTask
+from ckpt.plan.boxes import LayoutBoxes
+from ckpt.plan.files import PAGE_NBYTES, Entry, file_tables
+from ckpt.plan.save import Group, LocalTensor, Structure, hf_index, plan_layouts, untiled
+from ckpt.snapshot.copy import tensor_bytes
+from ckpt.state import FlatState, TensorLeaf
+
+
+class EncodedValues(msgspec.Struct, frozen=True):
+    """A state's values as typed JSON, and the digest of each top-level entry.
+
+    Entries that hold a module or an optimizer rightly differ between pipeline stages: the key of
+    their digest starts with ``group:`` and is compared within a layout only.
+    """
+
+    shared: dict[str, Any]
+    digests: dict[str, str]
+    own: dict[str, Any]
+
+
+def encode_values(flat: FlatState) -> EncodedValues:
+    """Every value of a state; raises UnsupportedValueError by name for one without a typed form."""
+    shared = {key: values.encode(tree, f"state[{key!r}]") for key, tree in flat.values.items()}
+    digests = {
+        (f"group:{key}" if values.holds_nodes(flat.values[key]) else key): values.values_digest(node)
+        for key, node in shared.items()
+    }
+    own = {key: values.encode(tree, f"state[{key!r}]") for key, tree in flat.rank_values.items()}
+    return EncodedValues(shared, digests, own)
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """What one rank needs to save states of one structure. Kept until the structure changes."""
+
+    layouts: tuple[Layout, ...]
+    mine: int  # index of this rank's layout
+    first_of_layout: bool  # this rank writes the shared values of its layout
+    encoded: tuple[LayoutTask, ...]
+    boxes: LayoutBoxes
+    hf_index: bytes | None
+
+
+def structure_of(flat: FlatState) -> Structure:
+    """What the ranks compare."""
+    tensors = tuple(
+        LocalTensor(
+            name=leaf.name,
+            group=leaf.group,
+            dtype=leaf.dtype,
+            shape=leaf.shape,
+            mesh_shape=leaf.mesh_shape,
+            mesh_ranks=leaf.mesh_ranks,
+            placements=leaf.placements,
+            kind=leaf.kind,
+            first_rank_owns=leaf.first_rank_owns,
+        )
+        for leaf in flat.tensors
+    )
+    return Structure(tensors, flat.aliases)
+
+
+def compare_values(ranks: Ranks, digests: dict[str, str]) -> None:
+    """Refuse, by name and on every rank, a plain value that differs between ranks. Collective when it does."""
+    plain = {key: digest for key, digest in digests.items() if not key.startswith("group:")}
+    everyone = ranks.gather(plain)
+    for rank, other in enumerate(everyone):
+        differing = sorted(key for key in {*plain, *other} if everyone[0].get(key) != other.get(key))
+        if differing:
+            names = ", ".join(f"state[{key!r}]" for key in differing)
+            raise BadInputError(
+                f"{names}: rank 0 and rank {rank} have different values; make them equal, "
+                "or declare them with ckpt.per_rank(...) so that each rank's own is kept"
+            )
+
+
+def make_plan(ranks: Ranks, flat: FlatState, structure: Structure, digests: Sequence[str]) -> SavePlan:
+    """Plan for these structure digests (one per rank). Collective."""
+    first_with = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    if len(first_with) == 1:
+        groups = [Group(structure, tuple(range(ranks.world)))]
+    else:
+        is_first = first_with[digests[ranks.rank]] == ranks.rank
+        structures = ranks.gather(structure if is_first else None)
+        members: dict[str, list[int]] = {}
+        for rank, digest in enumerate(digests):
+            members.setdefault(digest, []).append(rank)
+        groups = [Group(structures[members[d][0]], tuple(members[d])) for d in members]
+    layouts = plan_layouts(groups)
+    problems = untiled(layouts)
+    if problems:
+        raise BadInputError("the ranks' shards do not make up whole tensors: " + "; ".join(problems))
+    _refuse_unequal_replicas(ranks, flat)
+    mine = next(i for i, group in enumerate(groups) if ranks.rank in group.ranks)
+    encoded = []
+    for layout, group in zip(layouts, groups, strict=True):
+        digest, raw = encode_layout(layout)
+        encoded.append(LayoutTask(digest=digest, raw=raw, ranks=_ranges(group.ranks)))
+    return SavePlan(
+        layouts=tuple(layouts),
+        mine=mine,
+        first_of_layout=groups[mine].ranks[0] == ranks.rank,
+        encoded=tuple(encoded),
+        boxes=LayoutBoxes(layouts[mine]),
+        hf_index=hf_index(layouts, ranks.world),
+    )
+
+
+def _ranges(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    ranges: list[tuple[int, int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1] = (ranges[-1][0], rank)
+        else:
+            ranges.append((rank, rank))
+    return tuple(ranges)
+
+
+def _refuse_unequal_replicas(ranks: Ranks, flat: FlatState) -> None:
+    """Plain tensors of one name are written once, so their bytes must be equal on all ranks.
+
+    Looked at when a plan is made, not at every save: it reads every such tensor. What DDP keeps
+    equal itself is trusted.
+    """
+    if ranks.world == 1:
+        return
+    plain = [leaf for leaf in flat.tensors if leaf.mesh_shape is None]
+    untrusted = [leaf for leaf in plain if not (leaf.trusted_replica or leaf.first_rank_owns)]
+    mine = {leaf.name: _bytes_digest(leaf) for leaf in untrusted}
+    together = records.digest(msgspec.json.encode(mine, order="deterministic"))
+    if len(set(ranks.gather(together))) == 1:
+        return
+    everyone = ranks.gather(mine)
+    differing: dict[str, tuple[int, int]] = {}
+    first: dict[str, tuple[str, int]] = {}
+    for rank, digests in enumerate(everyone):
+        for name, digest in digests.items():
+            known, known_rank = first.setdefault(name, (digest, rank))
+            if known != digest:
+                differing.setdefault(name, (known_rank, rank))
+    if differing:
+        names = ", ".join(f"{name} (ranks {a} and {b})" for name, (a, b) in sorted(differing.items())[:10])
+        raise BadInputError(
+            f"{len(differing)} plain tensor{'s differ' if len(differing) > 1 else ' differs'} between ranks: {names}; "
+            "a plain tensor is saved once for all ranks: make it equal, shard it with DTensor, "
+            "or declare it with ckpt.per_rank(...)"
+        )
+
+
+def _bytes_digest(leaf: TensorLeaf) -> str:
+    return records.digest(tensor_bytes(leaf.tensor))
+
+
+class ArenaFile(msgspec.Struct, frozen=True):
+    """One data file as it lies in an arena: its task for the keeper, its header and its shards."""
+
+    task: FileTask
+    header: bytes
+    entries: tuple[Entry, ...]
+
+
+def arena_files(
+    plan: SavePlan, rank: int, world: int, rank_tensors: Sequence[RankTensor], encode: str
+) -> tuple[list[ArenaFile], int]:
+    """Where each of this rank's files lies in the arena, and how many bytes the arena needs."""
+    files: list[ArenaFile] = []
+    offset = 0
+    for group, entries in file_tables(plan.layouts[plan.mine], rank, rank_tensors, plan.boxes).items():
+        header = b"" if encode != "raw" else _header(entries)
+        payload = entries[-1].offset + entries[-1].nbytes
+        task = FileTask(
+            group=group,
+            name=data_name(group, rank, world, encode),
+            arena_offset=offset,
+            nbytes=len(header) + payload,
+            header_nbytes=len(header),
+            shards=tuple(entry.nbytes for entry in entries),
+        )
+        files.append(ArenaFile(task, header, tuple(entries)))
+        offset += -(-task.nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    return files, offset
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    rows = []
+    for entry in entries:
+        dtype, shape = st_dtype(entry.dtype, entry.box.sizes)
+        rows.append(HeaderEntry(key=entry.key, dtype=dtype, shape=shape, nbytes=entry.nbytes))
+    return build_header(rows, {"format": "pt"})
+
+
+def local_slices(leaf: TensorLeaf, entry: Entry, held_offsets: Sequence[int]) -> torch.Tensor:
+    """The view of a leaf's local tensor that ``entry`` writes; ``held_offsets`` is where the local tensor starts."""
+    tensor = leaf.tensor
+    for dimension, (start, size, held) in enumerate(zip(entry.box.offsets, entry.box.sizes, held_offsets, strict=True)):
+        if size != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, start - held, size)
+    return tensor

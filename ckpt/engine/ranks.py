@@ -1,0 +1,136 @@
+"""The ranks that save and load together, and the few things they tell each other.
+
+Every collective runs in the caller's thread, on a gloo group of ckpt's own, so that it can cross
+neither a collective of the training nor its time-out. Without a process group there is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import BadInputError, CkptError, RankError
+
+AGREE_TIMEOUT_S = 1800.0
+
+Result = TypeVar("Result")
+
+_groups: list[tuple[Any, Any]] = []  # (default group, our gloo group of the same ranks)
+
+
+class Ranks:
+    """This process among the ranks of the default process group."""
+
+    def __init__(self, rank: int, world: int, group: Any) -> None:
+        self.rank = rank
+        self.world = world
+        self._group = group
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """The ranks of the initialised process group, or a world of one.
+
+        The first call on a process group is collective. Raises BadInputError when WORLD_SIZE says
+        that there are others and no group is initialised: each would save the whole state.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise BadInputError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group is initialised; "
+                    "call torch.distributed.init_process_group() first, or unset WORLD_SIZE"
+                )
+            return cls(0, 1, None)
+        default = dist.group.WORLD
+        for known, group in _groups:
+            if known is default:
+                break
+        else:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_TIMEOUT_S))
+            _groups[:] = [(default, group)]  # an older default group is gone for good
+        return cls(dist.get_rank(), dist.get_world_size(), group)
+
+    @property
+    def key(self) -> int:
+        """Tells process groups apart within this process."""
+        return id(self._group) if self._group is not None else 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def from_first(self, make: Callable[[], Result]) -> Result:
+        """Rank 0's ``make()`` on every rank; an error of it is raised on every rank."""
+        if self.world == 1:
+            return make()
+        outcome: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = make()
+            except CkptError as error:
+                outcome[1] = error
+            except Exception as error:  # noqa: BLE001 - the others wait for the broadcast, whatever went wrong
+                outcome[1] = CkptError(f"rank 0: {type(error).__name__}: {error}")
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: Result = outcome[0]
+        return result
+
+    def all_or_none(self, act: Callable[[], Result]) -> list[Result]:
+        """Run ``act`` on every rank and give every rank's result; if one raises, all raise.
+
+        A rank raises its own error, else a RankError that names the first rank that failed.
+        """
+        result: Result | None = None
+        failure: BaseException | None = None
+        try:
+            result = act()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must learn of it
+            failure = error
+        outcomes = self.gather((result, None if failure is None else (type(failure), str(failure))))
+        if failure is not None:
+            raise failure
+        for rank, (_, failed) in enumerate(outcomes):
+            if failed is not None:
+                raise _of_rank(rank, *failed)
+        return [value for value, _ in outcomes]
+
+    def start_flag(self, value: bool) -> FlagInFlight:
+        """Start an asynchronous all-reduce (or) of one flag; read it a step later."""
+        if self.world == 1:
+            return FlagInFlight(None, torch.tensor([value], dtype=torch.int32))
+        flag = torch.tensor([value], dtype=torch.int32)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return FlagInFlight(work, flag)
+
+
+class FlagInFlight:
+    """A flag on its way; ``result()`` waits for it."""
+
+    def __init__(self, work: Any, flag: torch.Tensor) -> None:
+        self._work = work
+        self._flag = flag
+
+    def result(self) -> bool:
+        """Whether any rank raised the flag."""
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._flag.item())
+
+
+def _of_rank(rank: int, kind: type[BaseException], message: str) -> CkptError:
+    if issubclass(kind, RankError):
+        return RankError(message)
+    error = RankError(f"rank {rank}: {kind.__name__}: {message}")
+    if issubclass(kind, CkptError):
+        error.exit_code = kind.exit_code  # the job ends with the cause's exit code on every rank
+    return error

@@ -1,0 +1,304 @@
+"""One process group's hold on one run: its writer, its keeper, its plan, and the saves under way."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from ckpt.engine.prepare import SavePlan, arena_files, compare_values, encode_values, local_slices, make_plan, structure_of
+from ckpt.engine.ranks import Ranks
+from ckpt.errors import BadInputError, CkptError, FencedError, SaveFailedError
+from ckpt.format import records
+from ckpt.format.commit import Attempt
+from ckpt.format.part import RankTensor
+from ckpt.format.writer import Writer
+from ckpt.keeper.client import KeeperClient, PendingTask
+from ckpt.keeper.protocol import SaveTask
+from ckpt.plan.boxes import shard_box, unravel
+from ckpt.run import Run
+from ckpt.snapshot.copy import copy_into
+from ckpt.state import FlatState, TensorLeaf, flatten
+
+PROGRESS_TIMEOUT_S = 120.0
+DRAIN_TIMEOUT_S = 1800.0
+
+
+class SaveReport(msgspec.Struct, frozen=True):
+    """What a committed save cost: this rank's bytes and seconds."""
+
+    step: int
+    attempt: str
+    nbytes: int  # written by this rank
+    stall_s: float  # how long save() kept the caller
+    write_s: float
+    commit_s: float  # from staged to committed
+
+
+class PendingSave:
+    """A save under way. It needs no further care: the keeper finishes it even if this process dies."""
+
+    def __init__(self, step: int, attempt: Attempt, stall_s: float, task: PendingTask) -> None:
+        self.step = step
+        self.attempt = attempt.label
+        self.stall_s = stall_s
+        self.told = False  # whether its error was raised to the caller
+        self._task = task
+
+    @property
+    def staged(self) -> bool:
+        """Whether the keeper has the snapshot: from then on a dead trainer loses nothing."""
+        return self._task.staged
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step exists."""
+        return self._task.done and self._task.error is None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, committed or failed."""
+        return self._task.done
+
+    def result(self, timeout_s: float | None = None) -> SaveReport:
+        """Wait until the step is committed. Raises what made the save fail, or TimeoutError."""
+        try:
+            done = self._task.wait(timeout_s)
+        except CkptError:
+            self.told = True
+            raise
+        return SaveReport(self.step, self.attempt, done.nbytes_written, self.stall_s, done.write_s, done.commit_s)
+
+    @property
+    def error(self) -> CkptError | None:
+        """What made it fail, once it has."""
+        return self._task.error if self._task.done else None
+
+
+class Session:
+    """The opening of one run by one process group. Made by the first save or load; lives as long as the process."""
+
+    def __init__(self, run: Run, ranks: Ranks) -> None:
+        self.run = run
+        self.ranks = ranks
+        self.writer: Writer | None = None
+        self.loaded_step: int | None = None
+        self._fenced: FencedError | None = None
+        self._last_step: int | None = None
+        self._saves = 0
+        self._plan_key: tuple[str, ...] = ()
+        self._plan: SavePlan | None = None
+        self._client: KeeperClient | None = None
+        self.pending: list[PendingSave] = []
+
+    # -- opening ---------------------------------------------------------------------------
+
+    def loaded(self, step: int) -> None:
+        """The group has loaded ``step``: what it writes next goes on from there, as a new writer if need be."""
+        self.loaded_step = step
+        if self._fenced is not None or step != self._last_step:
+            self.writer = None
+        self._fenced = None
+
+    def _open(self) -> Writer:
+        if self.writer is None:
+            self.writer = self.ranks.from_first(self._create_writer)
+            self._saves = 0
+            self._last_step = self.writer.resumed_from
+        return self.writer
+
+    def _create_writer(self) -> Writer:
+        resumed_from = self.loaded_step
+        if resumed_from is None:
+            newest = next((s for s in self.run.live_steps() if s.commit is not None), None)
+            resumed_from = None if newest is None else newest.attempt.step
+        return self.run.open_writer(job=job_name(), world=self.ranks.world, resumed_from=resumed_from)
+
+    def _keeper(self) -> KeeperClient:
+        if self._client is None or not self._client.alive:
+            if self._client is not None:
+                print("ckpt: the keeper is gone; starting another one", file=sys.stderr)
+                self._client.close(done=False)
+            self._client = KeeperClient.connect(self.ranks.rank)
+        return self._client
+
+    # -- saving ----------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        encode: str = "raw",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+    ) -> PendingSave:
+        """Copy the state into an arena and hand it to the keeper. Collective; see ``ckpt.save``."""
+        started = time.perf_counter()
+        ranks = self.ranks
+
+        def look() -> tuple[int, str, str]:
+            self.raise_untold()
+            if self._fenced is not None:
+                raise FencedError(f"{self._fenced}; load from the run before saving to it again")
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise BadInputError(f"step {step!r}: expected a whole number of at least 0")
+            nonlocal flat, encoded, structure
+            flat = flatten(state, rank=ranks.rank, world=ranks.world)
+            encoded = encode_values(flat)
+            structure = structure_of(flat)
+            plain = {k: v for k, v in encoded.digests.items() if not k.startswith("group:")}
+            return step, structure.digest(), records.digest(msgspec.json.encode(plain, order="deterministic"))
+
+        flat = encoded = structure = None
+        looks = ranks.all_or_none(look)
+        assert flat is not None and encoded is not None and structure is not None  # noqa: S101 - set by look()
+        if any(found != step for found, _, _ in looks):
+            raise BadInputError(f"the ranks save different steps: {[found for found, _, _ in looks]}")
+        if len({digest for _, _, digest in looks}) > 1:
+            compare_values(ranks, encoded.digests)
+        key = tuple(digest for _, digest, _ in looks)
+        if self._plan is None or key != self._plan_key:
+            self._plan = make_plan(ranks, flat, structure, key)
+            self._plan_key = key
+        writer = self._open()
+        if self._last_step is not None and step < self._last_step:
+            raise BadInputError(
+                f"{self.run.url}: step {step} is before step {self._last_step}, which this run has already; "
+                "load the step to go on from first, roll the run back, or save to another folder"
+            )
+        self._saves += 1
+        self._last_step = step
+        attempt = Attempt(step, writer.number, self._saves)
+        rank_tensors = tuple(RankTensor(t.name, t.dtype, t.shape, t.kind) for t in flat.rank_tensors)
+        plan = self._plan
+        files, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
+        client = self._keeper()
+        try:
+            arena = client.arena(arena_nbytes, self.run.url)
+            _fill(arena.view, files, flat, plan, ranks.rank)
+            task = SaveTask(
+                run=self.run.url,
+                step=step,
+                writer=writer.number,
+                save=self._saves,
+                rank=ranks.rank,
+                world=ranks.world,
+                arena=arena.id,
+                encode=encode,
+                files=tuple(file.task for file in files),
+                layout=plan.encoded[plan.mine].digest,
+                rank_tensors=rank_tensors,
+                values=encoded.shared if plan.first_of_layout else None,
+                values_digests=encoded.digests,
+                rank_values=encoded.own,
+                layouts=plan.encoded if ranks.rank == 0 else (),
+                hf_index=plan.hf_index if ranks.rank == 0 and encode == "raw" else None,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                progress_timeout_s=progress_timeout_s,
+            )
+            pending_task = client.persist(task)
+        except Exception as error:
+            # The other ranks' keepers wait for this rank's part: they must learn that it never comes.
+            client.abandon(self.run.url, attempt, ranks.rank, ranks.world, f"{type(error).__name__}: {error}")
+            raise
+        pending = PendingSave(step, attempt, time.perf_counter() - started, pending_task)
+        self.pending = [p for p in self.pending if not p.done or (p.error is not None and not p.told)] + [pending]
+        return pending
+
+    def raise_untold(self) -> None:
+        """Raise the error of an earlier save that nobody was told of: no failure is silent."""
+        for pending in self.pending:
+            error = pending.error
+            if isinstance(error, FencedError):
+                self._fenced = error
+            if error is not None and not pending.told:
+                pending.told = True
+                raise _of_earlier(pending, error) from error
+
+    def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> SaveReport | None:
+        """Wait for every save under way; raises the first failure. Returns the last report."""
+        deadline = time.monotonic() + timeout_s
+        report = None
+        for pending in self.pending:
+            if pending.error is None:
+                report = pending.result(max(0.0, deadline - time.monotonic()))
+        self.raise_untold()
+        return report
+
+    def close(self) -> None:
+        """Say bye to the keeper, which ends when its job is done."""
+        if self._client is not None:
+            self._client.close(done=True)
+            self._client = None
+
+
+def _fill(view: memoryview, files: list[Any], flat: FlatState, plan: SavePlan, rank: int) -> None:
+    leaves: dict[str, TensorLeaf] = {leaf.name: leaf for leaf in (*flat.tensors, *flat.rank_tensors)}
+    copies = []
+    for file in files:
+        start = file.task.arena_offset
+        view[start : start + len(file.header)] = file.header
+        start += len(file.header)
+        for entry in file.entries:
+            leaf = leaves[entry.name]
+            copies.append((local_slices(leaf, entry, _held_offsets(leaf, rank)), start + entry.offset))
+    copy_into(view, copies)
+
+
+def _held_offsets(leaf: TensorLeaf, rank: int) -> tuple[int, ...]:
+    if leaf.mesh_shape is None or leaf.mesh_ranks is None:
+        return (0,) * len(leaf.shape)
+    coordinate = unravel(leaf.mesh_ranks.index(rank), leaf.mesh_shape)
+    return shard_box(leaf.mesh_shape, leaf.placements, leaf.shape, coordinate).offsets
+
+
+def _of_earlier(pending: PendingSave, error: CkptError) -> CkptError:
+    message = f"the save of step {pending.step} failed: {error}"
+    kind = type(error) if isinstance(error, CkptError) else SaveFailedError
+    try:
+        return kind(message)
+    except TypeError:
+        return SaveFailedError(message)
+
+
+def job_name() -> str:
+    """What a writer record calls this job: the scheduler's or launcher's id, else the process."""
+    for variable in ("CKPT_JOB", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"):
+        if os.environ.get(variable):
+            return f"job {os.environ[variable]}"
+    return f"process {os.getpid()}"
+
+
+_sessions: dict[tuple[str, int], Session] = {}
+
+
+def session_of(url: str | os.PathLike[str]) -> Session:
+    """This process group's session on a run. The first call on a process group is collective."""
+    ranks = Ranks.current()
+    run = Run.open(url)
+    key = (run.url, ranks.key)
+    session = _sessions.get(key)
+    if session is None:
+        if not _sessions:
+            # Not atexit: children of multiprocessing (torch's launchers with spawn or forkserver) skip that.
+            multiprocessing.util.Finalize(None, _end_all, exitpriority=10)
+        session = _sessions[key] = Session(run, ranks)
+    return session
+
+
+def _end_all() -> None:
+    """A normal exit waits for what is under way; a failure that nobody saw is said aloud."""
+    for session in list(_sessions.values()):
+        try:
+            session.drain()
+        except (CkptError, TimeoutError) as error:
+            print(f"ckpt: {error}", file=sys.stderr)
+        session.close()
+    _sessions.clear()

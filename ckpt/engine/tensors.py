@@ -1,0 +1,371 @@
+"""Reading the tensors and values of one committed step, without torch: what verify, diff, restore and show stand on.
+
+Every byte that is handed out was digested first: a chunk that is not what its part says raises
+DamagedError with file, tensor, chunk and both digests. Memory is bounded by the caller's own
+buffer plus one chunk.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ckpt.engine.tree import merge_values, without_torch
+from ckpt.errors import BadInputError, DamagedError, NotFoundError
+from ckpt.format import records
+from ckpt.format.chunk import CHUNK_NBYTES, RAW, chunk_spans, decode_chunk
+from ckpt.format.commit import Attempt, Commit
+from ckpt.format.layout import Layout, Tensor
+from ckpt.format.part import DataFile, Part, RankTensor
+from ckpt.format.safetensors import DTYPE_NBYTES
+from ckpt.format.values import decode
+from ckpt.plan.boxes import Box, LayoutBoxes, whole_box
+from ckpt.plan.files import Entry, file_tables
+from ckpt.plan.load import Copy, Placed, entry_reads
+from ckpt.run import Run, StepState
+
+CACHED_SHARDS = 500_000  # of all ranks together; some 150 bytes each
+
+Advance = Callable[[int], None]  # told the number of bytes just read and verified
+
+
+class FileShards(msgspec.Struct, frozen=True):
+    """A data file of a part, with its shards in file order."""
+
+    file: DataFile
+    shards: list[Placed]
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of all shards as they are in memory."""
+        return sum(shard.entry.nbytes for shard in self.shards)
+
+
+def part_files(part: Part, tables: Mapping[str, Sequence[Entry]], where: str) -> list[FileShards]:
+    """A part's data files joined with what the layout says is in them.
+
+    ``tables`` is ``ckpt.plan.files.file_tables`` of the part's layout, rank and rank tensors;
+    ``where`` (the part's key) goes into the message. DamagedError when the two do not agree.
+    """
+    found = [file.group for file in part.files]
+    if sorted(found) != sorted(tables):
+        raise DamagedError(f"{where}: files for the groups {sorted(found)}, its layout has shards for {sorted(tables)}")
+    joined = []
+    for file in part.files:
+        shards, chunk_count = [], 0
+        for entry in tables[file.group]:
+            shards.append(Placed(entry, chunk_count))
+            chunk_count += len(chunk_spans(entry.nbytes))
+        result = FileShards(file, shards)
+        stored_chunks = len(file.chunks) if file.encoding == RAW else len(file.packed)
+        if stored_chunks != chunk_count:
+            raise DamagedError(
+                f"{where}: {stored_chunks} chunk digests for {file.name}, its layout makes {chunk_count}"
+            )
+        if file.encoding == RAW and file.nbytes != file.header_nbytes + result.payload_nbytes:
+            raise DamagedError(
+                f"{where}: {file.name} of {file.nbytes} bytes, its layout makes "
+                f"{file.header_nbytes} of header and {result.payload_nbytes} of tensors"
+            )
+        joined.append(result)
+    return joined
+
+
+def check_digest(view: memoryview | bytes, expected: str, where: str) -> None:
+    """DamagedError, with both digests, when ``view`` is not what its part says."""
+    found = records.digest(view)
+    if found != expected:
+        raise DamagedError(f"{where}: digest {found}, its part says {expected}")
+
+
+class StepReader:
+    """One committed step, opened for reading. Cheap to make: layouts and parts are read when first needed.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(self, run: Run, attempt: Attempt, commit: Commit) -> None:
+        self.run, self.attempt, self.commit = run, attempt, commit
+        self._layout_of: dict[int, str] = {}
+        for ref in commit.layouts:
+            for first, last in ref.ranks:
+                for rank in range(max(first, 0), min(last, commit.world - 1) + 1):
+                    self._layout_of[rank] = ref.digest
+        self._boxes: dict[str, LayoutBoxes] = {}
+        self._homes: dict[str, tuple[str, Tensor]] | None = None  # name -> digest of the layout that has its bytes
+        self._aliases: dict[str, str] = {}
+        self._tables: OrderedDict[int, dict[tuple[str, Box], tuple[FileShards, Placed]]] = OrderedDict()
+        self._own: dict[int, tuple[RankTensor, ...]] = {}
+        self._cached_shards = 0
+        self._bounce = bytearray()
+        self.bytes_read = 0  # of tensors, as they are in memory
+
+    @classmethod
+    def open(cls, run: Run, step: int | None = None) -> StepReader:
+        """The live step of that number, or the newest. NotFoundError, DamagedError, UnsupportedFormatError."""
+        return cls.of(run, run.find(step))
+
+    @classmethod
+    def of(cls, run: Run, state: StepState) -> StepReader:
+        """The step of a survey's row, which must have a COMMIT."""
+        if state.commit is None:
+            raise BadInputError(f"{run.url}/{state.attempt.folder}: {state.state}: {state.why}")
+        return cls(run, state.attempt, state.commit)
+
+    # -- what there is ---------------------------------------------------------------------
+
+    def where(self, name: str) -> str:
+        """A file of this step, for messages."""
+        return f"{self.run.url}/{self.run.key(self.attempt, name)}"
+
+    def layout_boxes(self, digest: str) -> LayoutBoxes:
+        """The layout of that digest, with its arithmetic."""
+        if digest not in self._boxes:
+            self._boxes[digest] = LayoutBoxes(self.run.layout(digest))
+        return self._boxes[digest]
+
+    def rank_layout(self, rank: int) -> str:
+        """The digest of the layout of ``rank``."""
+        if rank not in self._layout_of:
+            raise DamagedError(f"{self.where('COMMIT')}: no layout for rank {rank} of {self.commit.world}")
+        return self._layout_of[rank]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, over all layouts, in layout order. Those that only one rank has: ``rank_tensors``."""
+        return {name: tensor for name, (_, tensor) in self._all_homes().items()}
+
+    def aliases(self) -> dict[str, str]:
+        """Other name -> name, of tied tensors."""
+        self._all_homes()
+        return self._aliases
+
+    def _all_homes(self) -> dict[str, tuple[str, Tensor]]:
+        if self._homes is None:
+            homes: dict[str, tuple[str, Tensor]] = {}
+            for ref in self.commit.layouts:
+                layout = self.layout_boxes(ref.digest).layout
+                self._aliases.update(layout.aliases)
+                for tensor in layout.tensors:
+                    if tensor.name not in homes or (tensor.owners and not homes[tensor.name][1].owners):
+                        homes[tensor.name] = (ref.digest, tensor)
+            self._homes = homes
+        return self._homes
+
+    def layout_of_tensor(self, name: str) -> Layout:
+        """The layout whose ranks wrote ``name``; its meshes are the ones that the tensor's ``mesh`` counts in."""
+        return self.layout_boxes(self._home(name)[0]).layout
+
+    def _home(self, name: str) -> tuple[str, Tensor]:
+        homes = self._all_homes()
+        home = homes.get(name) or homes.get(self._aliases.get(name, name))
+        if home is None:
+            raise NotFoundError(
+                f"{self.where('COMMIT')}: no tensor {name!r}; `ckpt show` lists the {len(homes)} there are"
+            )
+        return home
+
+    def part(self, rank: int) -> Part:
+        """Rank ``rank``'s part, checked against COMMIT. Read anew each time: parts can be large."""
+        part = self.run.part(self.attempt, self.commit, rank)
+        if part.layout != self.rank_layout(rank):
+            raise DamagedError(
+                f"{self.where(self.commit.parts[rank].name)}: names the layout {part.layout}, "
+                f"COMMIT says {self.rank_layout(rank)}"
+            )
+        return part
+
+    def files(self, part: Part) -> list[FileShards]:
+        """The data files of a part with their shards."""
+        boxes = self.layout_boxes(part.layout)
+        tables = file_tables(boxes.layout, part.rank, part.rank_tensors, boxes)
+        return part_files(part, tables, self.where(self.commit.parts[part.rank].name))
+
+    def value_ranks(self) -> list[int]:
+        """The first rank of each layout: the ones whose parts carry the values."""
+        return [min(first for first, _ in ref.ranks) for ref in self.commit.layouts if ref.ranks]
+
+    def value_nodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """``(rank, top-level key -> typed JSON)``, one for each layout."""
+        for rank in self.value_ranks():
+            part = self.part(rank)
+            if part.values is None:
+                where = self.where(self.commit.parts[rank].name)
+                raise DamagedError(f"{where}: has no values, though it is the first rank of its layout")
+            yield rank, part.values
+
+    def values(self, *, torch_types: bool = True) -> dict[str, Any]:
+        """Top-level key -> tree of values, merged over all layouts.
+
+        Without ``torch_types`` the few values that are torch's own (dtypes, devices, sizes) come
+        as text and tuples, and torch is not imported.
+        """
+        merged: dict[str, Any] = {}
+        for rank, nodes in self.value_nodes():
+            for key, node in nodes.items():
+                where = f"{self.where(self.commit.parts[rank].name)}: {key}"
+                tree = decode(node if torch_types else without_torch(node), where)
+                merged[key] = merge_values(merged[key], tree, where) if key in merged else tree
+        return merged
+
+    def rank_values(self, rank: int, *, torch_types: bool = True) -> dict[str, Any]:
+        """What only ``rank`` has: key -> tree."""
+        where = self.where(self.commit.parts[rank].name)
+        nodes = self.part(rank).rank_values
+        return {
+            key: decode(node if torch_types else without_torch(node), f"{where}: {key}") for key, node in nodes.items()
+        }
+
+    def rank_tensors(self, rank: int) -> tuple[RankTensor, ...]:
+        """The tensors that only ``rank`` has."""
+        if rank not in self._own:
+            self._own[rank] = self.part(rank).rank_tensors
+        return self._own[rank]
+
+    # -- bytes -----------------------------------------------------------------------------
+
+    def read(
+        self,
+        name: str,
+        box: Box | None,
+        into: memoryview,
+        advance: Advance | None = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
+        """Fill ``into`` (writable bytes) with ``box`` (None: all) of a tensor, row-major, from whatever files hold it.
+
+        With ``rank`` it is the tensor of that name that only that rank has. DamagedError names
+        file, tensor and chunk; ``into`` is then spoiled.
+        """
+        if rank is None:
+            digest, tensor = self._home(name)
+            name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
+        else:
+            own = self._rank_tensor(rank, name)
+            dtype, shape = own.dtype, own.shape
+        box = box or whole_box(shape)
+        if into.nbytes != box.numel * DTYPE_NBYTES[dtype]:
+            raise BadInputError(f"{name}{box}: a buffer of {into.nbytes} bytes for {box.numel} elements of {dtype}")
+        if not box.numel:
+            return
+        holders = [(rank, whole_box(shape))] if rank is not None else self.layout_boxes(digest).holders(tensor, box)
+        filled = 0
+        for holder, piece in holders:
+            file, placed = self._placed(holder, name, piece)
+            self._read_shard(holder, file.file, placed, box, into.cast("B"), advance)
+            common = piece.intersect(box)
+            filled += common.numel if common is not None else 0
+        if filled != box.numel:
+            raise DamagedError(
+                f"{self.where('COMMIT')}: {name}{box}: the shards in its layouts fill {filled} of {box.numel} elements"
+            )
+
+    def _rank_tensor(self, rank: int, name: str) -> RankTensor:
+        for tensor in self.rank_tensors(rank):
+            if tensor.name == name:
+                return tensor
+        where = self.where(self.commit.parts[rank].name)
+        raise NotFoundError(f"{where}: rank {rank} has no tensor {name!r} of its own")
+
+    def chunk_digests(self, name: str, *, rank: int | None = None) -> Iterator[tuple[int, Box, tuple[str, ...]]]:
+        """``(rank, piece, digests)`` of every shard of a tensor: equal ones have equal bytes. Reads parts only."""
+        if rank is not None:
+            holders = iter([(rank, whole_box(self._rank_tensor(rank, name).shape))])
+        else:
+            digest, tensor = self._home(name)
+            name = tensor.name
+            holders = self.layout_boxes(digest).holders(tensor, whole_box(tensor.shape))
+        for holder, piece in holders:
+            file, placed = self._placed(holder, name, piece)
+            yield holder, piece, shard_digests(file.file, placed)
+
+    def read_chunk(self, file: DataFile, entry: Entry, index: int, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with one chunk and check its digest.
+
+        ``index`` is its place among the file's chunks, ``offset`` its place in the payload.
+        """
+        key, nbytes = self.run.key(self.attempt, file.name), into.nbytes
+        what = f"{self.where(file.name)}: {chunk_text(entry, offset)}"
+        try:
+            if file.encoding == RAW:
+                expected = file.chunks[index]
+                self.run.store.read_into(key, file.header_nbytes + offset, into)
+            else:
+                packed = file.packed[index]
+                expected = packed.digest
+                if packed.nbytes > nbytes:  # it would have been stored raw
+                    raise DamagedError(f"{what}: {packed.nbytes} bytes stored for {nbytes}")
+                stored = bytearray(packed.nbytes)
+                self.run.store.read_into(key, packed.offset, memoryview(stored))
+                into[:] = decode_chunk(stored, packed.encoding, nbytes, what)
+        except NotFoundError:
+            raise DamagedError(f"{self.where(file.name)}: missing, though COMMIT needs it") from None
+        check_digest(into, expected, what)
+        self.bytes_read += nbytes
+
+    def _placed(self, rank: int, name: str, piece: Box) -> tuple[FileShards, Placed]:
+        if rank not in self._tables:
+            part = self.part(rank)
+            table = {
+                (placed.entry.name, placed.entry.box): (file, placed)
+                for file in self.files(part)
+                for placed in file.shards
+            }
+            self._tables[rank] = table
+            self._cached_shards += len(table)
+            while self._cached_shards > CACHED_SHARDS and len(self._tables) > 1:
+                self._cached_shards -= len(self._tables.popitem(last=False)[1])
+        self._tables.move_to_end(rank)
+        found = self._tables[rank].get((name, piece))
+        if found is None:
+            raise DamagedError(f"{self.where(self.commit.parts[rank].name)}: has no shard {name}{piece}")
+        return found
+
+    def _read_shard(
+        self, rank: int, file: DataFile, placed: Placed, box: Box, into: memoryview, advance: Advance | None
+    ) -> None:
+        """Copy what one shard has of ``box`` into ``into``, chunk by chunk."""
+        for chunk in entry_reads(rank, placed, box):
+            if chunk.target_offset is not None:
+                view = into[chunk.target_offset : chunk.target_offset + chunk.nbytes]
+                self.read_chunk(file, placed.entry, chunk.index, chunk.offset, view)
+            else:
+                if len(self._bounce) < chunk.nbytes:
+                    self._bounce = bytearray(min(CHUNK_NBYTES, max(chunk.nbytes, 2 * len(self._bounce))))
+                view = memoryview(self._bounce)[: chunk.nbytes]
+                self.read_chunk(file, placed.entry, chunk.index, chunk.offset, view)
+                scatter(view, chunk.copies, into, box, DTYPE_NBYTES[placed.entry.dtype])
+            if advance is not None:
+                advance(chunk.nbytes)
+
+
+def chunk_text(entry: Entry, offset: int) -> str:
+    """``layers.0.weight[0:512,0:64]: chunk 3``, for messages; ``offset`` is the chunk's place in the payload."""
+    return f"{entry.name}{'' if entry.whole else entry.box}: chunk {(offset - entry.offset) // CHUNK_NBYTES}"
+
+
+def shard_digests(file: DataFile, shard: Placed) -> tuple[str, ...]:
+    """The digests of a shard's raw bytes, chunk by chunk, whatever the file's encoding."""
+    first, count = shard.first_chunk, len(chunk_spans(shard.entry.nbytes))
+    if file.encoding == RAW:
+        return file.chunks[first : first + count]
+    return tuple(packed.digest for packed in file.packed[first : first + count])
+
+
+def scatter(view: memoryview, copies: Sequence[Copy], into: memoryview, box: Box, itemsize: int) -> None:
+    """Copy elements of a chunk (whose bytes are ``view``) to where they lie in ``box``, whose bytes are ``into``."""
+    import numpy as np
+
+    # Elements are copied bit for bit: as unsigned numbers where numpy has some of their size.
+    dtype: np.dtype[Any] = np.dtype(f"u{itemsize}" if itemsize in {1, 2, 4, 8} else f"V{itemsize}")
+    source, target = np.frombuffer(view, dtype), np.frombuffer(into, dtype).reshape(box.sizes)
+    for copy in copies:
+        elements = source[copy.start : copy.start + copy.source.numel].reshape(copy.source.sizes)
+        target[_slices(copy.box.relative_to(box))] = elements[_slices(copy.box.relative_to(copy.source))]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))

@@ -1,0 +1,1 @@
+"""The sidecar: one torch-free process per user, node and job that owns the arenas and persists snapshots."""

@@ -1,0 +1,112 @@
+"""The keeper's threads: one writes for each rank of a run, one settles each run's saves, in call order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ckpt.errors import CkptError, KeeperError
+from ckpt.keeper import control, log, persist
+from ckpt.keeper.saves import DURABLE, FAILED, WRITING, Save, SaveAbandonedError, Work
+from ckpt.run import Run
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A work is durable or has failed: its arena is free."""
+
+    save: Save
+    work: Work
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """A save is a step, or has failed (``save.failure``)."""
+
+    save: Save
+    warnings: tuple[str, ...]
+    at: float  # time.monotonic()
+
+
+Post = Callable[[Written | Settled], None]
+
+
+class Lane:
+    """All of one run's work in this keeper. Commits follow the order in which saves were staged.
+
+    ``post`` is called from its threads with what has ended.
+    """
+
+    def __init__(self, url: str, post: Post) -> None:
+        self.url = url
+        self._post = post
+        self._opening = threading.Lock()
+        self._run: Run | None = None
+        self._saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._works: dict[int, queue.SimpleQueue[tuple[Save, Work]]] = {}
+        threading.Thread(target=self._settle_all, name="settle", daemon=True).start()
+
+    def begin(self, save: Save) -> None:
+        """Settle a save after those that began before it."""
+        self._saves.put(save)
+
+    def write(self, save: Save, work: Work) -> None:
+        """Persist a rank's work after that rank's earlier ones."""
+        rank = work.task.rank
+        if rank not in self._works:
+            works = self._works[rank] = queue.SimpleQueue()
+            threading.Thread(target=self._write_all, args=(works,), name=f"write-{rank}", daemon=True).start()
+        self._works[rank].put((save, work))
+
+    def _open(self) -> Run:
+        with self._opening:
+            if self._run is None:
+                self._run = Run.open(self.url)
+            return self._run
+
+    def _settle_all(self) -> None:
+        while True:
+            save = self._saves.get()
+            warnings: list[str] = []
+            try:
+                warnings = control.settle(self._open(), save)
+            except CkptError as error:
+                save.fail(error, None)
+            except Exception as error:  # noqa: BLE001 - told to the clients, and the keeper goes on
+                log.unexpected(f"{self.url}: settling {save.attempt.folder}")
+                save.fail(KeeperError(f"unexpected {type(error).__name__} in the keeper: {error}"), None)
+            for warning in warnings:
+                log.problem(f"{self.url}: {warning}")
+            self._post(Settled(save, tuple(warnings), time.monotonic()))
+
+    def _write_all(self, works: queue.SimpleQueue[tuple[Save, Work]]) -> None:
+        while True:
+            save, work = works.get()
+            self._write(save, work)
+            self._post(Written(save, work))
+            del save, work  # a large task is not kept until the next one comes
+
+    def _write(self, save: Save, work: Work) -> None:
+        task = work.task
+        save.set_state(work, WRITING)
+        try:
+            save.wrote(work, 0)  # raises when the save has failed already
+            started = time.monotonic()
+            part = persist.persist(
+                self._open(), task, work.arena.view, work.keys, lambda nbytes: save.wrote(work, nbytes)
+            )
+            work.write_s = time.monotonic() - started
+            save.saw(part)
+        except SaveAbandonedError:
+            save.set_state(work, FAILED)
+        except CkptError as error:
+            save.fail(error, task.rank)
+            save.set_state(work, FAILED)
+        except Exception as error:  # noqa: BLE001 - told to the client, and the keeper goes on
+            log.unexpected(f"{self.url}: writing rank {task.rank} of {save.attempt.folder}")
+            save.fail(KeeperError(f"unexpected {type(error).__name__} in the keeper: {error}"), task.rank)
+            save.set_state(work, FAILED)
+        else:
+            save.set_state(work, DURABLE)

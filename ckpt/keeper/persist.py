@@ -1,0 +1,176 @@
+"""One rank's snapshot, from the arena to durable storage: its data files, then its part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from ckpt.errors import AlreadyExistsError, BadInputError, CkptError, NotFoundError
+from ckpt.format import records
+from ckpt.format.chunk import ENCODINGS, RAW, chunk_spans, encode_zstd
+from ckpt.format.commit import COMMIT, Attempt, FileRef
+from ckpt.format.part import DataFile, PackedChunk, Part, data_name, encode_part, part_name
+from ckpt.keeper.protocol import FileTask, SaveTask
+from ckpt.keeper.saves import SeenPart, see
+from ckpt.run import Run
+from ckpt.store.base import Sink
+
+BLOCK_NBYTES = 8 << 20
+
+Report = Callable[[int], None]  # bytes just written; may raise to stop
+
+
+def check_task(task: SaveTask, arena_nbytes: int) -> None:
+    """Refuse a task that does not fit its arena or names files as nobody should. BadInputError."""
+    where = f"save task of rank {task.rank}, step {task.step}"
+    if not 0 <= task.rank < task.world:
+        raise BadInputError(f"{where}: no such rank in a world of {task.world}")
+    if min(task.step, task.writer, task.save) < 0:
+        raise BadInputError(f"{where}: negative step, writer or save")
+    if task.encode not in ENCODINGS:
+        raise BadInputError(f"{where}: encode {task.encode!r}; expected one of {', '.join(sorted(ENCODINGS))}")
+    for file in task.files:
+        if not file.group.isidentifier() or file.name != data_name(file.group, task.rank, task.world, task.encode):
+            raise BadInputError(f"{where}: a file called {file.name!r} for the group {file.group!r}")
+        expected = file.header_nbytes + sum(file.shards)
+        if file.nbytes != expected or min(file.header_nbytes, *file.shards, 0) < 0:
+            raise BadInputError(f"{where}: {file.name}: {file.nbytes} bytes, header and shards make {expected}")
+        if file.arena_offset < 0 or file.arena_offset + file.nbytes > arena_nbytes:
+            raise BadInputError(
+                f"{where}: {file.name}: bytes {file.arena_offset} to {file.arena_offset + file.nbytes} "
+                f"lie outside of the arena's {arena_nbytes}"
+            )
+    if len({file.name for file in task.files}) != len(task.files):
+        raise BadInputError(f"{where}: two files of one name")
+
+
+def attempt_of(task: SaveTask) -> Attempt:
+    """The attempt that a task belongs to."""
+    return Attempt(task.step, task.writer, task.save)
+
+
+def persist(run: Run, task: SaveTask, arena: memoryview, keys: list[str], report: Report) -> SeenPart:
+    """Write a rank's files and then its part; durable when it returns.
+
+    ``keys`` gets every key as soon as it is this task's own. On an error the file under way is
+    removed; the rest is up to the caller (``remove``).
+    """
+    attempt = attempt_of(task)
+    files = []
+    for file in task.files:
+        if not file.shards:
+            continue
+        key = run.key(attempt, file.name)
+        view = arena[file.arena_offset : file.arena_offset + file.nbytes]
+        write, nbytes = (_write_raw, file.nbytes) if task.encode == RAW else (_write_pack, None)
+        with run.store.open_sink(key, nbytes) as sink:
+            stored = write(sink, file, view, report)
+        keys.append(key)
+        files.append(stored)
+    part = Part(
+        format=records.FORMAT,
+        step=task.step,
+        attempt=attempt.label,
+        rank=task.rank,
+        world=task.world,
+        layout=task.layout,
+        files=tuple(files),
+        rank_tensors=task.rank_tensors,
+        values=task.values,
+        values_digests=task.values_digests,
+        rank_values=task.rank_values,
+    )
+    raw = encode_part(part)
+    name = part_name(task.rank, task.world)
+    keys.append(run.key(attempt, name))
+    try:
+        run.store.create(keys[-1], raw)
+    except AlreadyExistsError:
+        keys.pop()  # someone else's
+        raise
+    return see(part, FileRef(name, len(raw), records.digest(raw)))
+
+
+def remove(run: Run, attempt: Attempt, keys: list[str]) -> None:
+    """Remove what a failed save has written, as far as the storage lets us; never from under a COMMIT."""
+    if not uncommitted(run, attempt):
+        return
+    for key in keys:
+        with contextlib.suppress(CkptError):
+            run.store.delete(key)
+
+
+def uncommitted(run: Run, attempt: Attempt) -> bool:
+    """Whether there is definitely no COMMIT."""
+    try:
+        run.store.size(run.key(attempt, COMMIT))
+    except NotFoundError:
+        return True
+    except CkptError:
+        return False
+    return False
+
+
+def _chunks(file: FileTask) -> Iterator[tuple[int, int]]:
+    """(offset in the file, nbytes) of every chunk."""
+    start = file.header_nbytes
+    for shard_nbytes in file.shards:
+        for offset, nbytes in chunk_spans(shard_nbytes):
+            yield start + offset, nbytes
+        start += shard_nbytes
+
+
+def _write_raw(sink: Sink, file: FileTask, view: memoryview, report: Report) -> DataFile:
+    """As it lies. Digests run just ahead of the writing, so that a block is written from the cache.
+
+    Blocks start at multiples of their size, whatever the chunks do: page-aligned, so that O_DIRECT takes them.
+    """
+    written = 0
+
+    def write_up_to(digested: int) -> None:
+        nonlocal written
+        while digested - written >= BLOCK_NBYTES or (digested == file.nbytes and written < digested):
+            block = view[written : min(written + BLOCK_NBYTES, digested)]
+            sink.write(block)
+            written += len(block)
+            report(len(block))
+
+    header_digest = records.digest(view[: file.header_nbytes])
+    chunks = []
+    for offset, nbytes in _chunks(file):
+        chunks.append(records.digest(view[offset : offset + nbytes]))
+        write_up_to(offset + nbytes)
+    write_up_to(file.nbytes)
+    return DataFile(
+        group=file.group,
+        name=file.name,
+        nbytes=file.nbytes,
+        encoding=RAW,
+        header_nbytes=file.header_nbytes,
+        header_digest=header_digest,
+        chunks=tuple(chunks),
+    )
+
+
+def _write_pack(sink: Sink, file: FileTask, view: memoryview, report: Report) -> DataFile:
+    """Chunk by chunk, each encoded or, where that would not be smaller, as it is."""
+    packed = []
+    at = 0
+    for offset, nbytes in _chunks(file):
+        raw = view[offset : offset + nbytes]
+        encoded = encode_zstd(raw)
+        stored = raw if encoded is None else encoded
+        sink.write(stored)
+        packed.append(PackedChunk(records.digest(raw), at, len(stored), RAW if encoded is None else "zstd"))
+        at += len(stored)
+        report(nbytes)
+    return DataFile(
+        group=file.group,
+        name=file.name,
+        nbytes=at,
+        encoding="zstd",
+        header_nbytes=0,
+        header_digest="",
+        chunks=(),
+        packed=tuple(packed),
+    )

@@ -1,0 +1,189 @@
+"""What a keeper knows of a save under way: which ranks have staged, written, failed or died."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from ckpt.errors import CkptError, RankError, error_from_kind
+from ckpt.format.commit import Attempt, FileRef
+from ckpt.format.part import Part
+from ckpt.keeper.arenas import Arena
+from ckpt.keeper.protocol import RankStatus, SaveStatus, SaveTask
+
+QUEUED, WRITING, DURABLE, FAILED = "queued", "writing", "durable", "failed"
+
+
+class SeenPart(msgspec.Struct, frozen=True):
+    """What COMMIT needs of one rank's durable part."""
+
+    rank: int
+    ref: FileRef
+    layout: str
+    values_digests: dict[str, str]
+    encoded: bool  # has a pack
+    nbytes: int  # of its data files and itself, as stored
+
+
+def see(part: Part, ref: FileRef) -> SeenPart:
+    """The gist of a part, so that thousands of parts need not be kept."""
+    encoded = any(file.encoding != "raw" for file in part.files)
+    nbytes = ref.nbytes + sum(file.nbytes for file in part.files)
+    return SeenPart(part.rank, ref, part.layout, part.values_digests, encoded, nbytes)
+
+
+class Work:
+    """One rank's task in this keeper. The rank's writing thread changes it; others look."""
+
+    def __init__(self, task: SaveTask, arena: Arena, holder: int, request: int) -> None:
+        self.task = task
+        self.arena = arena
+        self.holder = holder  # the connection to answer to
+        self.request = request
+        self.state = QUEUED
+        self.nbytes = sum(file.nbytes for file in task.files)
+        self.nbytes_written = 0
+        self.write_s = 0.0
+        self.staged_at = time.monotonic()
+        self.keys: list[str] = []  # what it has created in the store, and may remove again
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a save fails, and of which rank it is the fault (None: of all, or of nobody in particular)."""
+
+    kind: str
+    message: str
+    rank: int | None
+
+    def error_for(self, rank: int, attempt: Attempt) -> CkptError:
+        """The error that ``rank`` is told: its own as it was, another rank's as a RankError that names it."""
+        text = f"save of step {attempt.step} ({attempt.label}) failed: "
+        if self.rank is None or self.rank == rank:
+            return error_from_kind(self.kind, text + self.message)
+        if self.kind == RankError.__name__:
+            return RankError(text + self.message)
+        return RankError(f"{text}rank {self.rank}: {self.kind}: {self.message}")
+
+
+class Save:
+    """One attempt in this keeper. All fields are guarded by ``changed``, which is notified when something happens."""
+
+    def __init__(self, run: str, attempt: Attempt, world: int, progress_timeout_s: float) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.world = world
+        self.progress_timeout_s = progress_timeout_s
+        self.changed = threading.Condition()
+        self.changes = 0
+        self.works: dict[int, Work] = {}
+        self.seen: dict[int, SeenPart] = {}
+        self.lost: set[int] = set()  # ranks of this node whose part will never come
+        self.neighbours: set[int] = set()  # ranks whose trainers are connected to this keeper
+        self.failure: Failure | None = None
+        self.progress_at = time.monotonic()
+
+    def add(self, rank: int, work: Work) -> None:
+        """Rank ``rank`` has staged."""
+        with self.changed:
+            self.works[rank] = work
+            self._progress()
+
+    def wrote(self, work: Work, nbytes: int) -> None:
+        """``nbytes`` more of a work are written. Raises SaveAbandoned when the save has failed meanwhile."""
+        with self.changed:
+            work.nbytes_written += nbytes
+            self.progress_at = time.monotonic()
+            if self.failure is not None:
+                raise SaveAbandonedError
+
+    def saw(self, part: SeenPart) -> None:
+        """A part is durable."""
+        with self.changed:
+            self.seen[part.rank] = part
+            self._progress()
+
+    def stirred(self) -> None:
+        """Another node has made progress."""
+        with self.changed:
+            self._progress()
+
+    def lose(self, rank: int, error: CkptError) -> None:
+        """Rank ``rank``'s part will never come."""
+        with self.changed:
+            self.lost.add(rank)
+        self.fail(error, rank)
+
+    def fail(self, error: CkptError, rank: int | None) -> None:
+        """The save cannot become a step; the first failure is the one that is told."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = Failure(type(error).__name__, str(error), rank)
+            self._progress()
+
+    def set_state(self, work: Work, state: str) -> None:
+        """A work goes on to its next state."""
+        with self.changed:
+            work.state = state
+            self._progress()
+
+    def wait(self, changes: int, timeout_s: float) -> int:
+        """Wait until more than ``changes`` things have happened, or the time is over; how many have."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.changes > changes, timeout_s)
+            return self.changes
+
+    def _progress(self) -> None:
+        self.progress_at = time.monotonic()
+        self.changes += 1
+        self.changed.notify_all()
+
+    # -- questions; the caller holds ``changed`` or does not mind an answer that is a moment old --------
+
+    @property
+    def coordinating(self) -> bool:
+        """Whether this keeper writes COMMIT."""
+        return 0 in self.works
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a durable part, as far as this keeper knows."""
+        return [rank for rank in range(self.world) if rank not in self.seen]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a part is still being written here."""
+        return any(work.state in {QUEUED, WRITING} for work in list(self.works.values()))
+
+    def covers_world(self, *more: Iterable[int]) -> bool:
+        """Whether the ranks that staged or were lost here, and ``more``, are all there are: no other node has any."""
+        return len({*self.works, *self.lost}.union(*more).intersection(range(self.world))) == self.world
+
+    def status(self) -> SaveStatus:
+        """What there is to say about it."""
+        with self.changed:
+            ranks = tuple(
+                RankStatus(rank, work.state, work.nbytes_written, work.nbytes)
+                for rank, work in sorted(self.works.items())
+            )
+            return SaveStatus(self.run, self.attempt.step, self.attempt.label, self.world, ranks, tuple(self.missing))
+
+
+class SaveAbandonedError(Exception):
+    """Inside the keeper: stop writing, the save has failed for another reason."""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``: however many, in one short text."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    shown = ", ".join(words[:12]) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
+    one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return f"rank{'' if one else 's'} {shown}"

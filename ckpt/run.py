@@ -1,0 +1,307 @@
+"""A run: what a store holds under one training job's root. Reads it, opens it for writing, commits, deletes.
+
+Keeper, engine and command line all go through here, so the rules of fencing and of write and
+delete order stand in one place.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+
+import msgspec
+
+from ckpt.errors import (
+    AlreadyExistsError,
+    BadInputError,
+    CkptError,
+    DamagedError,
+    FencedError,
+    NotFoundError,
+    SaveFailedError,
+    UnsupportedFormatError,
+)
+from ckpt.format import records
+from ckpt.format.commit import COMMIT, Attempt, Commit, decode_commit, encode_commit, parse_folder
+from ckpt.format.layout import Layout, decode_layout, layout_key
+from ckpt.format.part import Part, decode_part
+from ckpt.format.writer import WRITERS, Writer, decode_writer, encode_writer, parse_writer_name, writer_key
+from ckpt.plan import live
+from ckpt.store import open_store
+from ckpt.store.base import Store
+
+COMMIT_LIMIT_NBYTES = 64 << 20
+LAYOUT_LIMIT_NBYTES = 1 << 30
+WRITER_LIMIT_NBYTES = 1 << 20
+
+
+class StepState(msgspec.Struct, frozen=True):
+    """One attempt as a reader sees it: live, superseded, abandoned, incomplete, damaged or unsupported, and why."""
+
+    attempt: Attempt
+    commit: Commit | None
+    state: str
+    why: str
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """All writers (ascending) and all attempts (by step, writer, save) of a run."""
+
+    writers: list[Writer]
+    steps: list[StepState]
+
+    @property
+    def live(self) -> list[StepState]:
+        """The live steps, ascending."""
+        return [step for step in self.steps if step.state == live.LIVE]
+
+    @property
+    def states(self) -> dict[Attempt, tuple[str, str]]:
+        """Attempt -> (state, why), as ``ckpt.plan.live.to_delete`` takes it."""
+        return {step.attempt: (step.state, step.why) for step in self.steps}
+
+
+class Run:
+    """One run in a store. Cheap to make; nothing is read until asked for. Safe to use from several threads."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.url = store.url
+        self._layouts: dict[str, Layout] = {}
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str]) -> Run:
+        """The run at a path or URL, which need not exist yet. BadInputError for a URL that no store takes."""
+        return cls(open_store(url))
+
+    def key(self, attempt: Attempt, name: str) -> str:
+        """The key of a file of an attempt."""
+        return f"{attempt.folder}/{name}"
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def require(self) -> None:
+        """Raises NotFoundError when nothing is there, BadInputError when what is there is no run."""
+        if self._writer_numbers():
+            return
+        names = self.store.list()
+        if not names:
+            raise NotFoundError(
+                f"{self.url}: no run here, the folder does not exist or is empty; "
+                "check the path (a run holds writers/, layouts/ and step-* folders)"
+            )
+        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        raise BadInputError(
+            f"{self.url}: not a ckpt run: it has no writers/ records, only {shown}; give the run's root folder"
+        )
+
+    def _writer_numbers(self) -> list[int]:
+        numbers = (parse_writer_name(name) for name in self.store.list(WRITERS))
+        return sorted(number for number in numbers if number is not None)
+
+    def writer(self, number: int) -> Writer:
+        """Writer ``number``'s record."""
+        key = writer_key(number)
+        writer = decode_writer(self.store.get(key, limit_nbytes=WRITER_LIMIT_NBYTES), f"{self.url}/{key}")
+        if writer.number != number:
+            raise DamagedError(f"{self.url}/{key}: says it is writer {writer.number}, its name says {number}")
+        return writer
+
+    def writers(self) -> list[Writer]:
+        """Every writer, ascending. An unreadable record is an error: skipping one could bring back abandoned steps."""
+        return [self.writer(number) for number in self._writer_numbers()]
+
+    def attempts(self) -> list[Attempt]:
+        """Every attempt's folder, committed or not, ascending."""
+        return sorted(attempt for name in self.store.list() if (attempt := parse_folder(name)) is not None)
+
+    def read_commit(self, attempt: Attempt) -> Commit:
+        """The COMMIT of an attempt. NotFoundError without one; DamagedError, UnsupportedFormatError."""
+        key = self.key(attempt, COMMIT)
+        where = f"{self.url}/{key}"
+        commit = decode_commit(self.store.get(key, limit_nbytes=COMMIT_LIMIT_NBYTES), where)
+        if (commit.step, commit.attempt) != (attempt.step, attempt.label):
+            raise DamagedError(
+                f"{where}: is of step {commit.step} {commit.attempt}, its folder says {attempt.step} {attempt.label}"
+            )
+        return commit
+
+    def survey(self) -> Survey:
+        """Every writer and attempt with its state; reads each COMMIT, no payload."""
+        writers, commits, others = self.writers(), {}, {}
+        for attempt in self.attempts():
+            try:
+                commits[attempt] = self.read_commit(attempt)
+            except NotFoundError:
+                others[attempt] = ("incomplete", "no COMMIT: the save did not end, or is still under way")
+            except UnsupportedFormatError as error:
+                others[attempt] = ("unsupported", str(error))
+            except DamagedError as error:
+                others[attempt] = ("damaged", str(error))
+        states = {**live.classify(writers, commits), **others}
+        return Survey(writers, [StepState(a, commits.get(a), *states[a]) for a in sorted(states)])
+
+    def live_steps(self) -> Iterator[StepState]:
+        """Live steps, newest first, each COMMIT read only when it is reached.
+
+        What is passed over (no COMMIT, damaged, unknown) comes too, with its state, so that the
+        caller can say why.
+        """
+        writers = self.writers()
+        found: set[int] = set()
+        for attempt in live.candidates(writers, self.attempts()):
+            if attempt.step in found:
+                continue
+            try:
+                commit = self.read_commit(attempt)
+            except NotFoundError:
+                yield StepState(attempt, None, "incomplete", "no COMMIT")
+            except UnsupportedFormatError as error:
+                yield StepState(attempt, None, "unsupported", str(error))
+            except DamagedError as error:
+                yield StepState(attempt, None, "damaged", str(error))
+            else:
+                found.add(attempt.step)
+                yield StepState(attempt, commit, live.LIVE, "")
+
+    def find(self, step: int | None = None) -> StepState:
+        """The live step of that number, or the newest. NotFoundError says which there are; damage is raised."""
+        self.require()
+        seen: list[int] = []
+        passed: list[StepState] = []
+        for state in self.live_steps():
+            if step is not None and state.attempt.step != step:
+                if state.commit is not None:
+                    seen.append(state.attempt.step)
+                continue
+            if state.commit is not None:
+                return state
+            if step is not None and state.state == "unsupported":
+                raise UnsupportedFormatError(state.why)
+            passed.append(state)
+        damaged = [state for state in passed if state.state == "damaged"]
+        if step is not None and damaged:
+            raise DamagedError(damaged[0].why)
+        reasons = "".join(f"; {p.attempt.folder} is {p.state} ({p.why})" for p in passed[:3])
+        if step is None:
+            raise NotFoundError(f"{self.url}: no committed step yet{reasons}")
+        steps = ", ".join(str(s) for s in sorted(seen)) or "none"
+        raise NotFoundError(f"{self.url}: no live step {step}; live steps: {steps}{reasons}")
+
+    def layout(self, digest: str) -> Layout:
+        """The layout of that digest, checked against it; kept in memory."""
+        if digest not in self._layouts:
+            raw = self._pinned(layout_key(digest), LAYOUT_LIMIT_NBYTES)
+            self._layouts[digest] = decode_layout(raw, digest)
+        return self._layouts[digest]
+
+    def part(self, attempt: Attempt, commit: Commit, rank: int) -> Part:
+        """Rank ``rank``'s part of a step, checked against COMMIT."""
+        ref = commit.parts[rank]
+        raw = self.pinned_file(attempt, ref.name, ref.nbytes, ref.digest)
+        part = decode_part(raw, f"{self.url}/{self.key(attempt, ref.name)}")
+        expected = (commit.step, commit.attempt, rank, commit.world)
+        if (part.step, part.attempt, part.rank, part.world) != expected:
+            raise DamagedError(f"{self.url}/{self.key(attempt, ref.name)}: is the part of another attempt or rank")
+        return part
+
+    def pinned_file(self, attempt: Attempt, name: str, nbytes: int, digest: str) -> bytes:
+        """A small file of a step, whole, checked against the size and digest that COMMIT pins."""
+        raw = self._pinned(self.key(attempt, name), nbytes)
+        found = records.digest(raw)
+        if len(raw) != nbytes or found != digest:
+            raise DamagedError(
+                f"{self.url}/{self.key(attempt, name)}: {len(raw)} bytes with digest {found}, "
+                f"COMMIT says {nbytes} bytes with {digest}"
+            )
+        return raw
+
+    def _pinned(self, key: str, limit_nbytes: int) -> bytes:
+        try:
+            size = self.store.size(key)
+            if size > limit_nbytes:
+                raise DamagedError(f"{self.url}/{key}: {size} bytes, at most {limit_nbytes} expected")
+            return self.store.get(key, limit_nbytes=limit_nbytes)
+        except NotFoundError:
+            raise DamagedError(f"{self.url}/{key}: missing, though a committed step needs it") from None
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def open_writer(self, *, job: str, world: int, resumed_from: int | None) -> Writer:
+        """Create the next writer record. From then on every older writer is fenced."""
+        while True:
+            numbers = self._writer_numbers()
+            writer = Writer(
+                format=records.FORMAT,
+                number=(numbers[-1] if numbers else 0) + 1,
+                nonce=secrets.token_hex(8),
+                job=job,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                world=world,
+                resumed_from=resumed_from,
+                created_unix_s=time.time(),
+            )
+            try:
+                self.store.create(writer_key(writer.number), encode_writer(writer))
+            except AlreadyExistsError:
+                continue  # another writer took the number between the listing and the put
+            return writer
+
+    def check_not_fenced(self, number: int) -> None:
+        """Raises FencedError, naming who holds the run, when a newer writer than ``number`` exists."""
+        newest = self._writer_numbers()[-1:]
+        if newest and newest[0] > number:
+            raise FencedError(f"{self.url}: writer {number} has stopped, {describe_writer(self.writer(newest[0]))}")
+
+    def commit(self, attempt: Attempt, commit: Commit, layouts: Sequence[tuple[str, bytes]] = ()) -> None:
+        """Make the attempt a step; ``layouts`` are (digest, bytes). All else it pins must be durable already.
+
+        Raises FencedError when a newer writer holds the run (before: nothing was written; after:
+        the step exists but is not live), SaveFailedError when another COMMIT stands there.
+        """
+        for digest, layout in layouts:
+            self._create_layout(digest, layout)
+        self.check_not_fenced(attempt.writer)
+        raw, key = encode_commit(commit), self.key(attempt, COMMIT)
+        try:
+            self.store.create(key, raw)
+        except AlreadyExistsError:
+            # A put whose answer was lost is retried by stores: what stands there may be ours.
+            if self.store.get(key, limit_nbytes=COMMIT_LIMIT_NBYTES) != raw:
+                raise SaveFailedError(f"{self.url}/{key}: exists with other content; this save is not a step") from None
+        limit = live.cutoffs(self.writers()).get(attempt.writer)
+        if limit is not None and limit.hides(attempt.step):
+            by = "" if limit.by is None else describe_writer(limit.by)
+            raise FencedError(f"{self.url}: step {attempt.step} was committed but is not live, {by}")
+
+    def _create_layout(self, digest: str, raw: bytes) -> None:
+        try:
+            self.store.create(layout_key(digest), raw)
+        except AlreadyExistsError:
+            decode_layout(self.store.get(layout_key(digest), limit_nbytes=LAYOUT_LIMIT_NBYTES), digest)
+
+    def delete_attempt(self, attempt: Attempt) -> None:
+        """Remove an attempt, COMMIT first, so that no reader ever meets a step with files missing."""
+        self.store.delete(self.key(attempt, COMMIT))
+        self.store.delete_folder(attempt.folder)
+
+    def rollback(self, step: int) -> Writer:
+        """One more writer record that goes on from ``step``: later steps of older writers are no longer live."""
+        self.find(step)
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):
+            user = str(os.getuid())
+        return self.open_writer(job=f"rollback by {user}", world=0, resumed_from=step)
+
+
+def describe_writer(writer: Writer) -> str:
+    """``writer 8 holds the run: job …, host …, pid …, since …``."""
+    since = datetime.fromtimestamp(writer.created_unix_s, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"writer {writer.number} holds the run: {writer.job}, host {writer.host}, pid {writer.pid}, since {since}"

@@ -1,0 +1,345 @@
+"""A folder of a local or network file system as a store.
+
+Writing is durable when it returns: the file is synced, then linked or already named, then its folder is
+synced, and each folder that had to be made is synced into the one above it. Folders are reached one
+component at a time from the root and no symbolic link is followed below it, so no key leads out of a run.
+The root itself may be a link, and is made by the first write.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from ckpt.errors import BadInputError, DamagedError, StoreError
+from ckpt.store import direct, placing
+from ckpt.store.base import Sink, Store
+from ckpt.store.keys import check_key, check_prefix, is_component
+from ckpt.store.oserrors import quantity, store_error
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NETWORK_LEFTOVER = ".nfs"  # a removed file that some client still holds open; its server removes it
+
+
+class LocalStore(Store):
+    """Keys are files under ``root``. Opened by ``open_store``; holds no descriptor between calls."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.path.abspath(root)
+        self.url = self.root
+        self._placing = placing.Placing()
+        self._durable: set[tuple[str, ...]] = set()  # folders whose name was synced into the one above, by this store
+        try:
+            is_folder = stat.S_ISDIR(os.stat(self.root).st_mode)
+        except NotADirectoryError:
+            is_folder = False
+        except OSError:  # absent: made by the first write; unreadable: each verb says so
+            is_folder = True
+        if not is_folder:
+            raise BadInputError(f"{self.root}: is a file, or lies below one; expected a folder, or nothing yet")
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.root!r})"
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def get(self, key: str, *, limit_nbytes: int | None = None) -> bytes:
+        """The whole file."""
+        with self._errors(key, "read"), self._object(key) as (file, nbytes):
+            if limit_nbytes is not None and nbytes > limit_nbytes:
+                raise StoreError(f"{self._where(key)}: {quantity(nbytes)}, at most {quantity(limit_nbytes)} expected")
+            data = bytearray(nbytes)
+            found = _read_all(file, memoryview(data), 0)
+            return bytes(data if found == nbytes else data[:found])
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from the file, through the page cache."""
+        if offset < 0 or view.readonly or not view.c_contiguous:
+            raise BadInputError(f"{key}: read_into takes an offset of 0 or more and a writable, contiguous view")
+        with self._errors(key, "read"), self._object(key) as (file, nbytes):
+            wanted = view.nbytes
+            found = _read_all(file, view.cast("B"), offset) if wanted and offset < nbytes else 0
+            if found < wanted or offset > nbytes:
+                raise DamagedError(
+                    f"{self._where(key)}: ends after {quantity(os.fstat(file).st_size)}, "
+                    f"but bytes {offset:,} to {offset + wanted:,} are expected in it"
+                )
+
+    def size(self, key: str) -> int:
+        """The file's size, without opening it."""
+        *components, name = check_key(key)
+        with self._errors(key, "read"), self._folder(components) as folder:
+            return self._regular_nbytes(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
+
+    def list(self, prefix: str = "") -> builtins.list[str]:
+        """Files and folders with names that a key may have; others are not ckpt's."""
+        components = check_prefix(prefix)
+        with self._errors(prefix, "list"):
+            try:
+                with self._folder(components) as folder:
+                    return sorted(name for name in os.listdir(folder) if is_component(name))
+            except FileNotFoundError:
+                return []
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def create(self, key: str, data: bytes) -> None:
+        """Written and synced before it has its name; see ``ckpt.store.placing``."""
+        *components, name = check_key(key)
+        progress = f"in an object of {quantity(len(data))}"
+        with self._errors(key, "write", progress), self._new_folder(components) as folder:
+            self._placing.place(folder, name, data)
+
+    def open_sink(self, key: str, nbytes: int | None = None) -> Sink:
+        """A file under its final name; AlreadyExistsError comes here, at once."""
+        *components, name = check_key(key)
+        with self._errors(key, "write", "after 0 bytes"), self._new_folder(components) as folder:
+            return LocalSink(self._where(key), folder, name, nbytes)
+
+    def delete(self, key: str) -> None:
+        """Unlink the file."""
+        *components, name = check_key(key)
+        nothing = contextlib.suppress(FileNotFoundError, IsADirectoryError)  # a folder is no object
+        with self._errors(key, "delete"), nothing, self._folder(components) as folder:
+            os.unlink(name, dir_fd=folder)
+            placing.sync_folder(folder)
+
+    def delete_folder(self, prefix: str) -> None:
+        """Remove the folder and all below it, also what is not ckpt's; links are removed, not followed."""
+        *components, name = check_key(prefix)
+        gone = (*components, name)
+        self._durable -= {made for made in tuple(self._durable) if made[: len(gone)] == gone}
+        nothing = contextlib.suppress(FileNotFoundError)
+        with self._errors(prefix, "delete"), nothing, self._folder(components) as parent:
+            _remove_folder(parent, name)
+            placing.sync_folder(parent)
+
+    # -- folders and errors ------------------------------------------------------------------
+
+    def _where(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root
+
+    @contextlib.contextmanager
+    def _errors(self, key: str, doing: str, progress: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise store_error(self._where(key), error, doing, progress) from error
+
+    @contextlib.contextmanager
+    def _object(self, key: str) -> Iterator[tuple[int, int]]:
+        """Descriptor and size of a regular file; FileNotFoundError when absent or a folder."""
+        *components, name = check_key(key)
+        with self._folder(components) as folder:
+            # Without O_NONBLOCK a stray FIFO would block its reader for ever; files do not care.
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            yield file, self._regular_nbytes(key, os.fstat(file))
+        finally:
+            os.close(file)
+
+    def _regular_nbytes(self, key: str, found: os.stat_result) -> int:
+        if stat.S_ISDIR(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if stat.S_ISLNK(found.st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(f"{self._where(key)}: neither file nor folder; remove it")
+        return found.st_size
+
+    @contextlib.contextmanager
+    def _folder(self, components: Sequence[str]) -> Iterator[int]:
+        """The descriptor of a folder that is there; FileNotFoundError when it is not."""
+        folder = os.open(self.root, _FOLDER)
+        try:
+            for component in components:
+                above, folder = folder, _find_folder(folder, component)
+                os.close(above)
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _new_folder(self, components: Sequence[str]) -> Iterator[int]:
+        """The same for writing: a folder that is absent is made, durably, and so is the root."""
+        try:
+            folder = os.open(self.root, _FOLDER)
+        except FileNotFoundError:
+            _make_root(self.root)
+            folder = os.open(self.root, _FOLDER)
+        try:
+            for depth, component in enumerate(components, 1):
+                path = tuple(components[:depth])
+                try:
+                    below = _open_folder(folder, component)
+                except FileNotFoundError:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(component, dir_fd=folder)
+                    self._durable.discard(path)
+                    below = _open_folder(folder, component)
+                above, folder = folder, below
+                try:
+                    # Also for a folder that another process made: it may not have synced it yet.
+                    if path not in self._durable:
+                        placing.sync_folder(above)
+                        self._durable.add(path)
+                finally:
+                    os.close(above)
+            yield folder
+        finally:
+            os.close(folder)
+
+
+class LocalSink(Sink):
+    """A file that grows under its own name, from its first byte on this sink's alone (``O_EXCL``)."""
+
+    def __init__(self, where: str, folder: int, name: str, nbytes: int | None) -> None:
+        self._where, self._name, self._announced_nbytes = where, name, nbytes
+        self._offset = 0
+        self._failed = False
+        self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        self._folder = os.dup(folder)
+        self._open = True
+        self._direct = False  # whether O_DIRECT is set now
+        self._direct_refused = False
+
+    def write(self, view: memoryview | bytes) -> None:
+        """Append bytes, past the page cache where their memory is page-aligned and large."""
+        if not self._open or self._failed:
+            raise StoreError(f"{self._where}: the sink is closed or has failed; nothing more can be written")
+        if not memoryview(view).nbytes:
+            return
+        rest = memoryview(view).cast("B")
+        try:
+            while rest:
+                written = self._write_some(rest)
+                self._offset += written
+                rest = rest[written:]
+        except OSError as error:
+            self._failed = True
+            raise store_error(self._where, error, "write", f"after {quantity(self._offset)}") from error
+
+    def close(self) -> None:
+        """Sync file and folder."""
+        if not self._open:
+            return
+        if self._failed or self._announced_nbytes not in {None, self._offset}:
+            self.abort()
+            why = "a write failed" if self._failed else f"{quantity(self._announced_nbytes or 0)} were announced"
+            raise StoreError(f"{self._where}: {quantity(self._offset)} written and removed again, because {why}")
+        try:
+            os.fsync(self._file)
+            file, self._file = self._file, -1
+            os.close(file)  # network file systems report here what they could not write
+            placing.sync_folder(self._folder)
+        except OSError as error:
+            self.abort()
+            raise store_error(self._where, error, "write", f"after {quantity(self._offset)}") from error
+        os.close(self._folder)
+        self._open = False
+
+    def abort(self) -> None:
+        """Unlink the file."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(OSError):
+            if self._file >= 0:
+                os.close(self._file)
+        with contextlib.suppress(OSError):
+            os.unlink(self._name, dir_fd=self._folder)
+            placing.sync_folder(self._folder)
+        with contextlib.suppress(OSError):
+            os.close(self._folder)
+
+    def _write_some(self, rest: memoryview) -> int:
+        """One write, straight to the device where page-aligned memory meets a page-aligned offset."""
+        whole_pages = 0 if self._direct_refused else direct.usable_nbytes(rest, self._offset)
+        try:
+            if bool(whole_pages) != self._direct:
+                direct.switch(self._file, on=not self._direct)
+                self._direct = not self._direct
+            return placing.write_some(self._file, rest[:whole_pages] if whole_pages else rest, self._offset)
+        except OSError as error:
+            if not whole_pages or error.errno != errno.EINVAL:
+                raise
+        self._direct_refused = True  # this file system has no O_DIRECT, or wants other alignment
+        return self._write_some(rest)
+
+
+def _read_all(file: int, view: memoryview, offset: int) -> int:
+    """Read until ``view`` is full or the file ends; how many bytes came."""
+    done = 0
+    while done < view.nbytes:
+        found = os.preadv(file, [view[done:]], offset + done)
+        if found == 0:
+            break
+        done += found
+    return done
+
+
+def _open_folder(above: int, name: str) -> int:
+    """A folder by its name; OSError with ELOOP for a symbolic link, which the system calls no folder."""
+    try:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+
+
+def _find_folder(above: int, name: str) -> int:
+    """The same for readers: below a file there is nothing, definitely, so FileNotFoundError."""
+    try:
+        return _open_folder(above, name)
+    except NotADirectoryError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
+
+
+def _make_root(path: str) -> None:
+    """Make the folder and those above it, each synced into the one above."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_root(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+    # A folder above that may be entered but not read cannot be synced; its entries are its owner's care.
+    with contextlib.suppress(PermissionError):
+        above = os.open(os.path.dirname(path), _FOLDER)
+        try:
+            placing.sync_folder(above)
+        finally:
+            os.close(above)
+
+
+def _remove_folder(parent: int, name: str) -> None:
+    """Remove a folder with all that is in it; links are removed, not followed. Others may do the same meanwhile."""
+    folder = _find_folder(parent, name)
+    try:
+        for _ in range(3):  # again, when a writer adds names while they are removed
+            for entry in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    try:
+                        os.unlink(entry, dir_fd=folder)
+                    except IsADirectoryError:
+                        _remove_folder(folder, entry)
+            try:
+                os.rmdir(name, dir_fd=parent)
+            except OSError as error:
+                if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise
+                left = os.listdir(folder)
+                if left and all(entry.startswith(_NETWORK_LEFTOVER) for entry in left):
+                    return
+            else:
+                return
+        raise OSError(errno.ENOTEMPTY, "someone keeps writing into the folder")
+    finally:
+        os.close(folder)

@@ -1,0 +1,73 @@
+"""What an accident cost: read from the events of the run that had it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from rich.table import Table
+
+from trainer.demo.course import Course
+from trainer.journal import read_events
+
+__all__ = ["Cost", "cost_table", "reckon"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the accident cost, from the events of the run that had it."""
+
+    killed_at: int
+    restored: int
+    killed_at_s: float  # wall clock, as are the two below
+    begun_at_s: float
+    first_step_at_s: float
+    stalls_s: tuple[float, ...]  # one per save
+    nbytes: tuple[int, ...]  # one per save, all ranks together
+
+    @property
+    def steps_lost(self) -> int:
+        """How many steps were done a second time."""
+        return self.killed_at - self.restored
+
+    @property
+    def restart_s(self) -> float:
+        """From the kill to the end of the first step that the restarted job did."""
+        return self.first_step_at_s - self.killed_at_s
+
+
+def reckon(course: Course) -> Cost:
+    """Read the cost from the events: rank 0 stalls with the others, bytes are those of all ranks."""
+    events = read_events(course.events)
+    killed = next(event for event in events if event["event"] == "killed")
+    begun = next(e for e in events if e["event"] == "begin" and e["restored_step"] is not None)
+    first_step = next(e for e in events if e["event"] == "step" and e["time_s"] > begun["time_s"])
+    nbytes: dict[int, int] = {}
+    for event in events:
+        if event["event"] == "commit" and event["time_s"] > begun["time_s"]:  # the dead rank told of none of its own
+            nbytes[event["step"]] = nbytes.get(event["step"], 0) + event["nbytes"]
+    return Cost(
+        killed_at=killed["step"],
+        restored=begun["restored_step"],
+        killed_at_s=killed["time_s"],
+        begun_at_s=begun["time_s"],
+        first_step_at_s=first_step["time_s"],
+        stalls_s=tuple(e["stall_s"] for e in events if e["event"] == "save" and e["rank"] == 0),
+        nbytes=tuple(nbytes.values()),
+    )
+
+
+def cost_table(cost: Cost) -> Table:
+    """The cost as a person reads it."""
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_row("steps lost, and done again", f"{cost.steps_lost}  ({cost.restored + 1} to {cost.killed_at})")
+    table.add_row("from the kill to the end of the first new step", f"{cost.restart_s:.1f} s")
+    table.add_row("  of it: start the processes, read the step", f"{cost.begun_at_s - cost.killed_at_s:.1f} s")
+    table.add_row("  of it: the first step itself", f"{cost.first_step_at_s - cost.begun_at_s:.1f} s")
+    table.add_row(
+        "training waited per save",
+        f"{median(cost.stalls_s) * 1000:.0f} ms (median), {max(cost.stalls_s) * 1000:.0f} ms (longest)",
+    )
+    table.add_row("bytes per save, both ranks", f"{median(cost.nbytes) / 1e6:.1f} MB")
+    return table
