@@ -12,14 +12,13 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import msgspec
 
 from ckpt.errors import (
     AlreadyExistsError,
     BadInputError,
-    CkptError,
     DamagedError,
     FencedError,
     NotFoundError,
@@ -303,5 +302,5 @@ class Run:
 
 def describe_writer(writer: Writer) -> str:
     """``writer 8 holds the run: job …, host …, pid …, since …``."""
-    since = datetime.fromtimestamp(writer.created_unix_s, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    since = datetime.fromtimestamp(writer.created_unix_s, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return f"writer {writer.number} holds the run: {writer.job}, host {writer.host}, pid {writer.pid}, since {since}"

@@ -17,6 +17,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -102,10 +104,16 @@ def assemble(options: Options, place: Place) -> Job:
     scheduler = LambdaLR(optimizer, partial(warmup_then_cosine, warmup=options.warmup, total=options.steps))
     windows = Windows(library_text(), options.sequence_length)
     loader = ckpt.ResumableLoader(windows, global_batch_size=options.batch_size, seed=options.seed)
-    seed = options.seed + 1 + place.rank  # from here on each rank draws numbers of its own: another dropout
+    seed_generators(options.seed + 1 + place.rank)  # from here on each rank draws numbers, and drops out, on its own
+    return Job(model, optimizer, scheduler, loader)
+
+
+def seed_generators(seed: int) -> None:
+    """Python's, torch's and (where it is installed) numpy's: whatever draws numbers draws the same ones again."""
     random.seed(seed)
     torch.manual_seed(seed)
-    return Job(model, optimizer, scheduler, loader)
+    if find_spec("numpy") is not None:
+        import_module("numpy.random").seed(seed)
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor, options: Options) -> tuple[float, float]:

@@ -64,7 +64,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         import ckpt
 
-        parser.exit(0, f"ckpt {ckpt.__version__}\n")
+        sys.stdout.write(f"ckpt {ckpt.__version__}\n")
+        parser.exit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

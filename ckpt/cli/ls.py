@@ -80,7 +80,7 @@ def _row(opened: Run, survey: Survey, state: StepState, latest: StepState | None
 def _why_live(survey: Survey, state: StepState) -> str:
     """A live step needs no reason but where other attempts have its number."""
     others = [s.attempt.label for s in survey.steps if s.attempt.step == state.attempt.step and s.state != LIVE]
-    return f"the newest that counts; {', '.join(others)} {'does' if len(others) == 1 else 'do'} not" if others else ""
+    return f"instead of {', '.join(others)}" if others else ""
 
 
 def _tensor_nbytes(opened: Run, state: StepState) -> int | None:

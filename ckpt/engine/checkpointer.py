@@ -8,14 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator, MutableMapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
 from ckpt.engine.load import LoadReport, latest, load
 from ckpt.engine.ranks import FlagInFlight
 from ckpt.engine.save import ENCODINGS
-from ckpt.engine.session import DRAIN_TIMEOUT_S, PROGRESS_TIMEOUT_S, PendingSave, SaveReport, session_of
+from ckpt.engine.session import DRAIN_TIMEOUT_S, PROGRESS_TIMEOUT_S, PendingSave, SaveReport, session_of, whole_number
 from ckpt.errors import BadInputError, CkptError, NotFoundError, Preempted
 from ckpt.state import RNG
 
@@ -41,9 +41,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 def every(*, steps: int) -> Every:
     """Save at each multiple of ``steps`` (and, whatever it is, at the last step)."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise BadInputError(f"every(steps={steps!r}): expected a whole number of at least 1")
-    return Every(steps)
+    return Every(whole_number(steps, "every: steps", least=1))
 
 
 def keep(*, last: int | None = None, every: int | None = None) -> Keep:
@@ -52,8 +50,8 @@ def keep(*, last: int | None = None, every: int | None = None) -> Keep:
     Older steps are deleted after a newer one is committed, never before, and never the newest.
     """
     for name, value in (("last", last), ("every", every)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise BadInputError(f"keep({name}={value!r}): expected a whole number of at least 1, or None to keep all")
+        if value is not None:
+            whole_number(value, f"keep: {name}", least=1)
     if every is not None and last is None:
         raise BadInputError("keep(every=…) alone would delete nothing; give last= too")
     return Keep(last, every)
@@ -83,7 +81,9 @@ class _LateRNG(RNG):
 
 
 class Checkpointer:
-    """A training loop's hold on a run. Every rank makes one, with the same arguments::
+    """A training loop's hold on a run; every rank makes one, with the same arguments.
+
+    ::
 
         with ckpt.Checkpointer(run, {"model": model, "optimizer": optimizer}, every=ckpt.every(steps=100)) as c:
             for step in c.steps(total=10_000):
@@ -126,7 +126,7 @@ class Checkpointer:
 
     # -- the with block --------------------------------------------------------------------
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         self._session = session_of(self.run)
         full = self._full_state()
         try:

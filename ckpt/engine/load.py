@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,6 +21,8 @@ from ckpt.run import Run, StepState
 from ckpt.state import LoadTarget, Read, StoredState, StoredTensor, dtype_of, read_tree, wanted
 
 SETTLE_TIMEOUT_S = 60.0
+
+Result = TypeVar("Result")
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -43,7 +46,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     bytes_read: int
 
 
-class _Spoiled(DamagedError):
+class _SpoiledError(DamagedError):
     """Damage met after some of the target was filled."""
 
 
@@ -82,7 +85,7 @@ def load(
         try:
             report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast, spoiled=spoiled)
         except DamagedError as error:
-            spoiled = spoiled or isinstance(error, _Spoiled)
+            spoiled = spoiled or isinstance(error, _SpoiledError)
             if wanted_step is not None:
                 raise
             skipped.append(Skipped(found.attempt.step, found.attempt.label, str(error)))
@@ -131,7 +134,7 @@ def _load_step(
     spoiled: bool,
 ) -> LoadReport:
     ranks = session.ranks
-    assert found.commit is not None  # noqa: S101 - _choose gives committed steps only
+    assert found.commit is not None
     reader = StepReader(session.run, found.attempt, found.commit)
 
     def look() -> LoadTarget:
@@ -150,7 +153,7 @@ def _load_step(
             for read in target.reads:
                 fill_tensor(reader, read)
         except DamagedError as error:
-            raise _Spoiled(f"{error}; part of the state was filled already and must not be used") from None
+            raise _SpoiledError(f"{error}; part of the state was filled already and must not be used") from None
 
     _of_all(ranks, fill, spoiled=True)
     ranks.all_or_none(target.apply)
@@ -166,22 +169,21 @@ def _load_step(
     )
 
 
-def _of_all(ranks: Ranks, act: Any, spoiled: bool) -> Any:
-    """``act()`` on every rank; damage found by any rank is DamagedError on every rank, so that all fall back together."""
-    outcome: list[Any] = [None]
+def _of_all(ranks: Ranks, act: Callable[[], Result], spoiled: bool) -> Result:
+    """``act()`` on every rank; damage that any rank finds is raised on every rank, so that all fall back together."""
 
-    def attempt() -> tuple[str, str] | None:
+    def attempt() -> tuple[Result | None, tuple[bool, str] | None]:
         try:
-            outcome[0] = act()
+            return act(), None
         except DamagedError as error:
-            return (type(error).__name__, str(error))
-        return None
+            return None, (isinstance(error, _SpoiledError), str(error))
 
-    for rank, damage in enumerate(ranks.all_or_none(attempt)):
+    result, everyone = ranks.exchange(attempt)
+    for rank, damage in enumerate(everyone):
         if damage is not None:
-            kind = _Spoiled if damage[0] == "_Spoiled" or spoiled else DamagedError
+            kind = _SpoiledError if damage[0] or spoiled else DamagedError
             raise kind(damage[1] if ranks.world == 1 else f"rank {rank}: {damage[1]}")
-    return outcome[0]
+    return typing.cast("Result", result)
 
 
 def stored_state(reader: StepReader, rank: int | None, world: int) -> StoredState:

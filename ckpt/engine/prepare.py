@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from ckpt.plan.boxes import LayoutBoxes
 from ckpt.plan.files import PAGE_NBYTES, Entry, file_tables
 from ckpt.plan.save import Group, LocalTensor, Structure, hf_index, plan_layouts, untiled
 from ckpt.snapshot.copy import tensor_bytes
-from ckpt.state import FlatState, TensorLeaf
+from ckpt.state import FlatState, TensorLeaf, flatten
 
 
 class EncodedValues(msgspec.Struct, frozen=True):
@@ -43,6 +43,25 @@ def encode_values(flat: FlatState) -> EncodedValues:
     }
     own = {key: values.encode(tree, f"state[{key!r}]") for key, tree in flat.rank_values.items()}
     return EncodedValues(shared, digests, own)
+
+
+class Prepared(msgspec.Struct, frozen=True, eq=False):
+    """A state, flattened and encoded: all of it that is decided before ranks talk."""
+
+    flat: FlatState
+    values: EncodedValues
+    structure: Structure
+
+    def values_digest(self) -> str:
+        """One digest of all plain values, which must be the same on all ranks."""
+        plain = {key: digest for key, digest in self.values.digests.items() if not key.startswith("group:")}
+        return records.digest(msgspec.json.encode(plain, order="deterministic"))
+
+
+def prepare(state: Mapping[str, Any], rank: int, world: int) -> Prepared:
+    """Flatten and encode; raises UnsupportedValueError or BadInputError by name."""
+    flat = flatten(state, rank=rank, world=world)
+    return Prepared(flat, encode_values(flat), structure_of(flat))
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -89,14 +108,14 @@ def compare_values(ranks: Ranks, digests: dict[str, str]) -> None:
             )
 
 
-def make_plan(ranks: Ranks, flat: FlatState, structure: Structure, digests: Sequence[str]) -> SavePlan:
+def make_plan(ranks: Ranks, prepared: Prepared, digests: Sequence[str]) -> SavePlan:
     """Plan for these structure digests (one per rank). Collective."""
     first_with = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     if len(first_with) == 1:
-        groups = [Group(structure, tuple(range(ranks.world)))]
+        groups = [Group(prepared.structure, tuple(range(ranks.world)))]
     else:
         is_first = first_with[digests[ranks.rank]] == ranks.rank
-        structures = ranks.gather(structure if is_first else None)
+        structures = ranks.gather(prepared.structure if is_first else None)
         members: dict[str, list[int]] = {}
         for rank, digest in enumerate(digests):
             members.setdefault(digest, []).append(rank)
@@ -105,7 +124,7 @@ def make_plan(ranks: Ranks, flat: FlatState, structure: Structure, digests: Sequ
     problems = untiled(layouts)
     if problems:
         raise BadInputError("the ranks' shards do not make up whole tensors: " + "; ".join(problems))
-    _refuse_unequal_replicas(ranks, flat)
+    _refuse_unequal_replicas(ranks, prepared.flat)
     mine = next(i for i, group in enumerate(groups) if ranks.rank in group.ranks)
     encoded = []
     for layout, group in zip(layouts, groups, strict=True):

@@ -6,6 +6,7 @@ neither a collective of the training nor its time-out. Without a process group t
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,15 +21,17 @@ AGREE_TIMEOUT_S = 1800.0
 
 Result = TypeVar("Result")
 
-_groups: list[tuple[Any, Any]] = []  # (default group, our gloo group of the same ranks)
+_groups: list[tuple[Any, Ranks]] = []  # (default group, its ranks): the current one only
+_numbers = itertools.count(1)
 
 
 class Ranks:
     """This process among the ranks of the default process group."""
 
-    def __init__(self, rank: int, world: int, group: Any) -> None:
+    def __init__(self, rank: int, world: int, group: Any = None, number: int = 0) -> None:
         self.rank = rank
         self.world = world
+        self.number = number  # tells the process groups of this process apart; 0: none
         self._group = group
 
     @classmethod
@@ -44,20 +47,12 @@ class Ranks:
                     f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but no process group is initialised; "
                     "call torch.distributed.init_process_group() first, or unset WORLD_SIZE"
                 )
-            return cls(0, 1, None)
+            return cls(0, 1)
         default = dist.group.WORLD
-        for known, group in _groups:
-            if known is default:
-                break
-        else:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_TIMEOUT_S))
-            _groups[:] = [(default, group)]  # an older default group is gone for good
-        return cls(dist.get_rank(), dist.get_world_size(), group)
-
-    @property
-    def key(self) -> int:
-        """Tells process groups apart within this process."""
-        return id(self._group) if self._group is not None else 0
+        if not _groups or _groups[0][0] is not default:  # an older default group is gone for good
+            own = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_TIMEOUT_S))
+            _groups[:] = [(default, cls(dist.get_rank(), dist.get_world_size(), own, next(_numbers)))]
+        return _groups[0][1]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -85,24 +80,30 @@ class Ranks:
         result: Result = outcome[0]
         return result
 
-    def all_or_none(self, act: Callable[[], Result]) -> list[Result]:
-        """Run ``act`` on every rank and give every rank's result; if one raises, all raise.
+    def exchange(self, act: Callable[[], tuple[Result, Any]]) -> tuple[Result, list[Any]]:
+        """Run ``act`` on every rank: this rank's own result, and in rank order what each wants the others to know.
 
-        A rank raises its own error, else a RankError that names the first rank that failed.
+        If one raises, all raise: a rank its own error, else a RankError that names the first that failed.
         """
-        result: Result | None = None
-        failure: BaseException | None = None
+        outcome: tuple[Result, Any] | None = None
+        failure: Exception | None = None
         try:
-            result = act()
+            outcome = act()
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must learn of it
             failure = error
-        outcomes = self.gather((result, None if failure is None else (type(failure), str(failure))))
+        told = None if outcome is None else outcome[1]
+        answers = self.gather((told, None if failure is None else (type(failure), str(failure))))
         if failure is not None:
             raise failure
-        for rank, (_, failed) in enumerate(outcomes):
+        for rank, (_, failed) in enumerate(answers):
             if failed is not None:
                 raise _of_rank(rank, *failed)
-        return [value for value, _ in outcomes]
+        assert outcome is not None
+        return outcome[0], [value for value, _ in answers]
+
+    def all_or_none(self, act: Callable[[], Result]) -> Result:
+        """``exchange`` of nothing but success."""
+        return self.exchange(lambda: (act(), None))[0]
 
     def start_flag(self, value: bool) -> FlagInFlight:
         """Start an asynchronous all-reduce (or) of one flag; read it a step later."""

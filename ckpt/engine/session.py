@@ -10,10 +10,18 @@ from typing import Any
 
 import msgspec
 
-from ckpt.engine.prepare import SavePlan, arena_files, compare_values, encode_values, local_slices, make_plan, structure_of
+from ckpt.engine.prepare import (
+    ArenaFile,
+    Prepared,
+    SavePlan,
+    arena_files,
+    compare_values,
+    local_slices,
+    make_plan,
+    prepare,
+)
 from ckpt.engine.ranks import Ranks
-from ckpt.errors import BadInputError, CkptError, FencedError, SaveFailedError
-from ckpt.format import records
+from ckpt.errors import BadInputError, CkptError, FencedError, error_from_kind
 from ckpt.format.commit import Attempt
 from ckpt.format.part import RankTensor
 from ckpt.format.writer import Writer
@@ -22,7 +30,7 @@ from ckpt.keeper.protocol import SaveTask
 from ckpt.plan.boxes import shard_box, unravel
 from ckpt.run import Run
 from ckpt.snapshot.copy import copy_into
-from ckpt.state import FlatState, TensorLeaf, flatten
+from ckpt.state import FlatState, TensorLeaf
 
 PROGRESS_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 1800.0
@@ -142,29 +150,20 @@ class Session:
         started = time.perf_counter()
         ranks = self.ranks
 
-        def look() -> tuple[int, str, str]:
-            self.raise_untold()
-            if self._fenced is not None:
-                raise FencedError(f"{self._fenced}; load from the run before saving to it again")
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise BadInputError(f"step {step!r}: expected a whole number of at least 0")
-            nonlocal flat, encoded, structure
-            flat = flatten(state, rank=ranks.rank, world=ranks.world)
-            encoded = encode_values(flat)
-            structure = structure_of(flat)
-            plain = {k: v for k, v in encoded.digests.items() if not k.startswith("group:")}
-            return step, structure.digest(), records.digest(msgspec.json.encode(plain, order="deterministic"))
+        def look() -> tuple[Prepared, tuple[int, str, str]]:
+            self._raise_standing()
+            whole_number(step, "step", least=0)
+            prepared = prepare(state, ranks.rank, ranks.world)
+            return prepared, (step, prepared.structure.digest(), prepared.values_digest())
 
-        flat = encoded = structure = None
-        looks = ranks.all_or_none(look)
-        assert flat is not None and encoded is not None and structure is not None  # noqa: S101 - set by look()
+        prepared, looks = ranks.exchange(look)
         if any(found != step for found, _, _ in looks):
             raise BadInputError(f"the ranks save different steps: {[found for found, _, _ in looks]}")
         if len({digest for _, _, digest in looks}) > 1:
-            compare_values(ranks, encoded.digests)
+            compare_values(ranks, prepared.values.digests)
         key = tuple(digest for _, digest, _ in looks)
         if self._plan is None or key != self._plan_key:
-            self._plan = make_plan(ranks, flat, structure, key)
+            self._plan = make_plan(ranks, prepared, key)
             self._plan_key = key
         writer = self._open()
         if self._last_step is not None and step < self._last_step:
@@ -175,13 +174,14 @@ class Session:
         self._saves += 1
         self._last_step = step
         attempt = Attempt(step, writer.number, self._saves)
+        flat, values = prepared.flat, prepared.values
         rank_tensors = tuple(RankTensor(t.name, t.dtype, t.shape, t.kind) for t in flat.rank_tensors)
         plan = self._plan
         files, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
         client = self._keeper()
         try:
             arena = client.arena(arena_nbytes, self.run.url)
-            _fill(arena.view, files, flat, plan, ranks.rank)
+            _fill(arena.view, files, flat, ranks.rank)
             task = SaveTask(
                 run=self.run.url,
                 step=step,
@@ -194,9 +194,9 @@ class Session:
                 files=tuple(file.task for file in files),
                 layout=plan.encoded[plan.mine].digest,
                 rank_tensors=rank_tensors,
-                values=encoded.shared if plan.first_of_layout else None,
-                values_digests=encoded.digests,
-                rank_values=encoded.own,
+                values=values.shared if plan.first_of_layout else None,
+                values_digests=values.digests,
+                rank_values=values.own,
                 layouts=plan.encoded if ranks.rank == 0 else (),
                 hf_index=plan.hf_index if ranks.rank == 0 and encode == "raw" else None,
                 keep_last=keep_last,
@@ -211,6 +211,11 @@ class Session:
         pending = PendingSave(step, attempt, time.perf_counter() - started, pending_task)
         self.pending = [p for p in self.pending if not p.done or (p.error is not None and not p.told)] + [pending]
         return pending
+
+    def _raise_standing(self) -> None:
+        self.raise_untold()
+        if self._fenced is not None:
+            raise FencedError(f"{self._fenced}; load from the run before saving to it again")
 
     def raise_untold(self) -> None:
         """Raise the error of an earlier save that nobody was told of: no failure is silent."""
@@ -239,7 +244,7 @@ class Session:
             self._client = None
 
 
-def _fill(view: memoryview, files: list[Any], flat: FlatState, plan: SavePlan, rank: int) -> None:
+def _fill(view: memoryview, files: list[ArenaFile], flat: FlatState, rank: int) -> None:
     leaves: dict[str, TensorLeaf] = {leaf.name: leaf for leaf in (*flat.tensors, *flat.rank_tensors)}
     copies = []
     for file in files:
@@ -260,12 +265,14 @@ def _held_offsets(leaf: TensorLeaf, rank: int) -> tuple[int, ...]:
 
 
 def _of_earlier(pending: PendingSave, error: CkptError) -> CkptError:
-    message = f"the save of step {pending.step} failed: {error}"
-    kind = type(error) if isinstance(error, CkptError) else SaveFailedError
-    try:
-        return kind(message)
-    except TypeError:
-        return SaveFailedError(message)
+    return error_from_kind(type(error).__name__, f"the save of step {pending.step} failed: {error}")
+
+
+def whole_number(value: Any, what: str, *, least: int) -> int:
+    """``value`` if it is an int (True is not) of at least ``least``, else BadInputError."""
+    if type(value) is not int or value < least:
+        raise BadInputError(f"{what} {value!r}: expected a whole number of at least {least}")
+    return value
 
 
 def job_name() -> str:
@@ -283,7 +290,7 @@ def session_of(url: str | os.PathLike[str]) -> Session:
     """This process group's session on a run. The first call on a process group is collective."""
     ranks = Ranks.current()
     run = Run.open(url)
-    key = (run.url, ranks.key)
+    key = (run.url, ranks.number)
     session = _sessions.get(key)
     if session is None:
         if not _sessions:

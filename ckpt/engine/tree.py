@@ -121,9 +121,16 @@ def _walk(tree: Any, path: str, found: dict[str, tuple[str, str]]) -> None:
 
 
 def shortened(value: Any, width: int = 60) -> str:
-    """One line of a readable value; long ones say how long they are."""
-    if isinstance(value, list) and len(value) > 8:
-        head = ", ".join(shortened(item, 12) for item in value[:4])
-        return f"[{head}, ... {len(value)} items]"
-    text = repr(value)
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+    """One line of a readable value; a long list says how many items it has."""
+    if not isinstance(value, list):
+        text = repr(value)
+        return text if len(text) <= width else f"{text[: width - 3]}..."
+    shown: list[str] = []
+    room = width
+    for item in value:
+        text = shortened(item, max(24, width // 2))
+        room -= len(text) + 2
+        if room < 0 and shown:
+            return f"[{', '.join(shown)}, ... {len(value)} items]"
+        shown.append(text)
+    return f"[{', '.join(shown)}]"

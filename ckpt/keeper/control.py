@@ -25,7 +25,7 @@ POLL_FIRST_S = 0.05
 POLL_LAST_S = 0.5
 _POLL_GROWTH = 1.3
 _MARKER_LIMIT_NBYTES = 1 << 20
-_STOP_WRITING_S = 30.0
+_STOP_WRITING_S = 10.0
 
 _MARKER = re.compile(r"failed-\d{5,}-of-\d{5,}\.json")
 
@@ -198,7 +198,7 @@ class _Settling:
                 self._write_marker(failure)
         except CkptError as error:
             log.problem(f"{save.run}: {save.attempt.folder}: debris is left: {error}")
-        except Exception:  # noqa: BLE001 - cleaning up must not hide why the save failed
+        except BaseException:  # noqa: BLE001 - cleaning up must not hide why the save failed
             log.unexpected(f"{save.run}: cleaning up {save.attempt.folder}")
 
     def _write_marker(self, failure: Failure) -> None:

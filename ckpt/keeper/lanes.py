@@ -74,7 +74,7 @@ class Lane:
                 warnings = control.settle(self._open(), save)
             except CkptError as error:
                 save.fail(error, None)
-            except Exception as error:  # noqa: BLE001 - told to the clients, and the keeper goes on
+            except BaseException as error:  # noqa: BLE001 - a thread that ended silently would leave its saves hanging
                 log.unexpected(f"{self.url}: settling {save.attempt.folder}")
                 save.fail(KeeperError(f"unexpected {type(error).__name__} in the keeper: {error}"), None)
             for warning in warnings:
@@ -104,7 +104,7 @@ class Lane:
         except CkptError as error:
             save.fail(error, task.rank)
             save.set_state(work, FAILED)
-        except Exception as error:  # noqa: BLE001 - told to the client, and the keeper goes on
+        except BaseException as error:  # noqa: BLE001 - as above
             log.unexpected(f"{self.url}: writing rank {task.rank} of {save.attempt.folder}")
             save.fail(KeeperError(f"unexpected {type(error).__name__} in the keeper: {error}"), task.rank)
             save.set_state(work, FAILED)

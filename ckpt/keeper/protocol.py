@@ -216,6 +216,7 @@ class SaveStatus(msgspec.Struct, frozen=True):
     world: int
     ranks: tuple[RankStatus, ...]
     missing: tuple[int, ...]  # ranks without a durable part, as far as this keeper knows
+    failure: str  # why it will not become a step, while what it has written is removed; else ""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):

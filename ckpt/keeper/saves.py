@@ -168,7 +168,15 @@ class Save:
                 RankStatus(rank, work.state, work.nbytes_written, work.nbytes)
                 for rank, work in sorted(self.works.items())
             )
-            return SaveStatus(self.run, self.attempt.step, self.attempt.label, self.world, ranks, tuple(self.missing))
+            return SaveStatus(
+                run=self.run,
+                step=self.attempt.step,
+                attempt=self.attempt.label,
+                world=self.world,
+                ranks=ranks,
+                missing=tuple(self.missing),
+                failure="" if self.failure is None else self.failure.message,
+            )
 
 
 class SaveAbandonedError(Exception):

@@ -68,6 +68,8 @@ def _describe(status: protocol.Status, save: protocol.SaveStatus) -> str:
     written = sum(rank.nbytes_written for rank in save.ranks)
     whole = sum(rank.nbytes for rank in save.ranks)
     waiting = f"waits for {name_ranks(save.missing)}" if save.missing else "all parts are durable, no COMMIT yet"
+    if save.failure:
+        waiting = f"is being removed: {save.failure}"
     return (
         f"step {save.step} ({save.attempt}) in keeper {status.pid} of {status.job}: "
         f"{written:,} of {whole:,} bytes written here; {waiting}"

@@ -175,13 +175,11 @@ class LayoutBoxes:
         if prod(tensor.shape) == 0:
             first = all(coordinate[i] == 0 for i, _ in sharding_order(tensor.placements))
             return [whole_box(tensor.shape)] if first and replica == tensor.owners[0] else []
-        pieces = [
-            piece_box(shard, len(tensor.owners), i) for i, owner in enumerate(tensor.owners) if owner == replica
-        ]
+        pieces = [piece_box(shard, len(tensor.owners), i) for i, owner in enumerate(tensor.owners) if owner == replica]
         return [piece for piece in pieces if piece.numel]
 
     def holders(self, tensor: Tensor, box: Box) -> Iterator[tuple[int, Box]]:
-        """Every ``(rank, piece)`` written of ``tensor`` that has elements of ``box``; pieces are whole, not cut to it."""
+        """Every ``(rank, piece)`` written of ``tensor`` that has elements of ``box``; the pieces are not cut to it."""
         if not tensor.owners or not box.numel:
             return
         mesh = self.layout.meshes[tensor.mesh]
@@ -196,8 +194,8 @@ class LayoutBoxes:
                     piece = piece_box(shard, len(tensor.owners), i)
                     if piece.intersect(box) is None:
                         continue
-                    place = unravel(owner, replica_shape)
-                    rank_at = position + sum(strides[d] * c for d, c in zip(replicated, place, strict=True))
+                    replica = unravel(owner, replica_shape)
+                    rank_at = position + sum(strides[d] * c for d, c in zip(replicated, replica, strict=True))
                     yield mesh.ranks[rank_at], piece
                 return
             mesh_dimension, dimension = order[depth]

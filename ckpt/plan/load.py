@@ -26,7 +26,7 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """``target[box] = chunk[start : start + source.numel].view(source.sizes)[box - source]`` (elements, global boxes)."""
+    """Elements to copy: ``target[box] = chunk[start : start + source.numel].view(source.sizes)[box - source]``."""
 
     start: int
     source: Box
@@ -34,7 +34,7 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class ChunkRead(msgspec.Struct, frozen=True):
-    """One chunk to read: of rank's file of ``entry.group``, ``nbytes`` at payload ``offset``, chunk ``index`` of the file.
+    """One chunk to read: ``nbytes`` at payload ``offset`` of the rank's file of ``entry.group``, its chunk ``index``.
 
     ``target_offset`` is where its bytes go as they are in the row-major target (bytes), when that
     is so; else ``copies`` say which elements go where.

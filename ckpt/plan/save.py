@@ -88,13 +88,15 @@ def _refuse_conflicts(groups: Sequence[Group]) -> None:
 
 def _layout(group: Group, owned_before: set[str]) -> Layout:
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    grid: tuple[tuple[int, ...], tuple[int, ...]]
+    placements: tuple[str, ...]
     tensors: list[Tensor] = []
     for local in group.structure.tensors:
         if local.mesh_shape is None or local.mesh_ranks is None:
-            shape, ranks, placements = (len(group.ranks),), group.ranks, ("R",)
+            grid, placements = ((len(group.ranks),), group.ranks), ("R",)
         else:
-            shape, ranks, placements = local.mesh_shape, local.mesh_ranks, local.placements
-        mesh = meshes.setdefault((shape, ranks), len(meshes))
+            grid, placements = (local.mesh_shape, local.mesh_ranks), local.placements
+        mesh = meshes.setdefault(grid, len(meshes))
         tensors.append(
             Tensor(local.name, local.group, local.dtype, local.shape, mesh, placements, owners=(), kind=local.kind)
         )

@@ -21,7 +21,7 @@ from ckpt.errors import BadInputError, UnsupportedValueError
 from ckpt.format.names import escape
 from ckpt.format.values import ModuleNode
 from ckpt.state.kinds import Order, stored_names
-from ckpt.state.tensors import is_dtensor
+from ckpt.state.tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from ckpt.state.load import Loading
@@ -152,17 +152,12 @@ class ModuleWalk:
         for key, value in self.values.items():
             if id(value) not in self._live:
                 continue
-            if is_dtensor(value):
-                # Shards may be empty here and not elsewhere: only identity is the same on every rank.
-                same: Any = id(value)
+            if type(value) in PLAIN_TYPES and value.layout is torch.strided:
+                storage = value.untyped_storage()._cdata
+                same: Any = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
             else:
-                same = (
-                    value.untyped_storage()._cdata,
-                    value.storage_offset(),
-                    value.shape,
-                    value.stride(),
-                    value.dtype,
-                )
+                # Of DTensors the local shard may be empty here and not elsewhere: identity is the same on every rank.
+                same = id(value)
             known = first.setdefault(same, key)
             if known is not key:
                 self.first_keys[key] = known

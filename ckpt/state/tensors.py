@@ -16,7 +16,7 @@ from ckpt.format.layout import Mesh
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.boxes import Box, local_box, sharding_order, whole_box
 
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_NBYTES if hasattr(torch, name)}
 
 
@@ -52,7 +52,7 @@ class Inspector:
     def view(self, tensor: torch.Tensor, name: str) -> View:
         """``tensor`` taken apart; UnsupportedValueError naming it when its bytes are not all there is to it."""
         local, grid = tensor, None
-        if type(tensor) not in _PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES:
             if is_dtensor(tensor):
                 local, grid = self._local(tensor, name)
             else:
@@ -72,7 +72,7 @@ class Inspector:
         if grid is None:
             grid = self._grid_of_spec[id(spec)] = self._grid(spec, name)
             self._keep.append(spec)
-        if type(local) not in _PLAIN_TYPES:
+        if type(local) not in PLAIN_TYPES:
             local = _waited(local, name)
         sizes = self._sizes.get((id(grid), shape))
         if sizes is None:
@@ -187,7 +187,18 @@ def fillable(tensor: torch.Tensor) -> bool:
     """Whether bytes can be put into the (local) tensor as it is: real, no element twice, no pending conj or neg."""
     if tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg():
         return False
-    return not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.is_contiguous() or not _may_overlap(tensor)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """False when each dimension steps over all that the ones of smaller stride span: then no element lies twice."""
+    span = 1  # elements from the first to the last of the dimensions so far, both included
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < span:
+                return True
+            span += stride * (size - 1)
+    return False
 
 
 def _refuse_form(tensor: torch.Tensor, name: str) -> None:

@@ -13,31 +13,8 @@ import pytest
 from ckpt.cli import EXIT_CODES, VERBS, main
 from ckpt.errors import CkptError
 from ckpt.format.commit import COMMIT
-from ckpt.format.values import ModuleNode, TensorRef
 from ckpt.run import Run
-from ckpt.testing.handmade import HandTensor, RankOwn, write_step
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Three steps of two ranks."""
-    opened = Run.open(tmp_path / "run")
-    for step in (100, 200, 300):
-        tensors = [
-            HandTensor("model.w", "float32", (64, 32), bytes([step % 256]) * 8192, "model", (2,), ("S0",)),
-            HandTensor("model.b", "bfloat16", (7,), bytes(14), "model"),
-        ]
-        own = [RankOwn({"seed": rank}, (HandTensor("rng", "uint8", (9,), bytes(9)),)) for rank in range(2)]
-        values = {"model": ModuleNode("model", {}), "epoch": step, "x": [TensorRef("model.b")]}
-        write_step(opened, step, tensors, world=2, values=values, own=own)
-    return opened
-
-
-def ckpt(capsys, *words):
-    """(exit code, stdout, stderr) of one command in this process."""
-    code = main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.cli.conftest import ckpt
 
 
 def command(*words, **options):
@@ -134,7 +111,8 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nonsense"], ["ls"], ["show", "run", "--step", "x"], ["show", "run", "--step", "-1"], ["rollback", "run"]]
+    "words",
+    [[], ["nonsense"], ["ls"], ["show", "run", "--step", "x"], ["show", "run", "--step", "-1"], ["rollback", "run"]],
 )
 def test_a_wrong_command_line_is_one_sentence(capsys, words):
     """What argparse refuses is exit code 2 and one line that says where help is."""
@@ -204,7 +182,11 @@ def test_a_commit_that_is_cut(run, tmp_path, capsys, verb):
     path = next(Path(run.url).glob(f"step-00000300-*/{COMMIT}"))
     path.write_bytes(path.read_bytes()[:-7])
     step = "--to" if verb == "rollback" else "--step"
-    words = {"show": ["show", run.url], "restore": ["restore", run.url, tmp_path / "out"], "rollback": ["rollback", run.url]}
+    words = {
+        "show": ["show", run.url],
+        "restore": ["restore", run.url, tmp_path / "out"],
+        "rollback": ["rollback", run.url],
+    }
     code, out, err = ckpt(capsys, *words[verb], step, 300)
     assert (code, out) == (4, "")
     assert one_sentence(err)
@@ -242,9 +224,9 @@ def test_a_commit_of_an_unknown_version(run, tmp_path, capsys, verb, old, new, w
 @pytest.mark.parametrize("verb", ["ls", "show", "verify", "rollback", "prune"])
 def test_an_unreadable_writer_record(run, tmp_path, capsys, verb):
     """Nobody can say which steps are live without every writer record: exit code 4, and it is named."""
-    (Path(run.url) / "writers" / "000001.json").write_bytes(b"{}")
+    (Path(run.url) / "writers" / "000001.json").write_bytes(b"{")
     code, out, err = ckpt(capsys, *every_verb(run, tmp_path)[verb])
-    assert (code, out) == (4 if b"{" != b"{}" else 4, "") or code == 5
+    assert (code, out) == (4, "")
     assert one_sentence(err)
     assert "writers/000001.json" in err
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +27,7 @@ class Net(nn.Module):
 
 
 def build(kind: str, world: int, seed: int = 0, width: int = 7) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model wrapped as ``plain``, ``ddp``, ``fsdp``, ``tp``, ``fsdp_tp`` (4 ranks) or ``hsdp`` (4 ranks), and AdamW."""
+    """AdamW and the model wrapped as ``plain``, ``ddp``, ``fsdp``, ``tp``, and of 4 ranks ``fsdp_tp`` or ``hsdp``."""
     torch.manual_seed(seed)
     model: nn.Module = Net(width)
     if kind == "ddp":

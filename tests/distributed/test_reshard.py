@@ -47,7 +47,9 @@ def test_chain_of_reshards(tmp_path: Path, chain: list[tuple[int, str]]) -> None
     width = 8 if any("tp" in k for _, k in chain) else 7
     expected = run_ranks(world, save_trained, str(tmp_path / "0"), kind, width)[0]
     for i, (next_world, next_kind) in enumerate(rest):
-        found = run_ranks(next_world, reload_and_save, str(tmp_path / str(i)), str(tmp_path / str(i + 1)), next_kind, width)
+        found = run_ranks(
+            next_world, reload_and_save, str(tmp_path / str(i)), str(tmp_path / str(i + 1)), next_kind, width
+        )
         assert_equal(found[0], expected)
         assert ckpt.verify(tmp_path / str(i + 1)).ok
 

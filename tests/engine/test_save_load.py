@@ -142,7 +142,8 @@ def test_a_zombie_commits_nothing_and_is_told_who_holds_the_run(tmp_path: Path) 
     zombie = subprocess.Popen(
         [sys.executable, "-c", ZOMBIE, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
-    assert zombie.stdin and zombie.stdout
+    assert zombie.stdin
+    assert zombie.stdout
     assert zombie.stdout.readline() == "saved\n"
     ckpt.load(run, {"w": torch.zeros(3)})
     ckpt.save(run, 2, {"w": torch.full((3,), 5.0)}, wait=True)

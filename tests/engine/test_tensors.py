@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.engine.tensors import StepReader
-from ckpt.engine.tree import leaves, merge_values, readable, without_torch
+from ckpt.engine.tree import leaves, merge_values, readable, shortened, without_torch
 from ckpt.errors import BadInputError, DamagedError, NotFoundError
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef, encode
@@ -204,6 +204,14 @@ def test_readable_values():
         "t": "<tensor w>",
         "r": "<each rank's own>",
     }
+
+
+def test_long_values_are_shortened():
+    """One line of bounded length: long lists say how many items they have."""
+    assert shortened([0, 1]) == "[0, 1]"
+    assert shortened(list(range(600)), 20) == "[0, 1, 2, 3, 4, 5, ... 600 items]"
+    assert shortened("x" * 99, 20) == "'xxxxxxxxxxxxxxxx..."
+    assert len(shortened([["y" * 80] * 80] * 80, 60)) < 120
 
 
 def test_leaves_tell_types_apart():

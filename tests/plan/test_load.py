@@ -38,7 +38,9 @@ def test_flat_range_boxes_are_the_range(piece: Box, data: st.DataObject) -> None
 @settings(max_examples=300, deadline=None)
 def test_entry_reads_fill_exactly_the_common_box(piece: Box, chunk_elements: int, data: st.DataObject) -> None:
     """Executing the plan with numpy fills what piece and need share, and nothing else."""
-    offsets = tuple(data.draw(st.integers(max(0, a - 2), a + n)) for a, n in zip(piece.offsets, piece.sizes, strict=True))
+    offsets = tuple(
+        data.draw(st.integers(max(0, a - 2), a + n)) for a, n in zip(piece.offsets, piece.sizes, strict=True)
+    )
     need = Box(offsets, tuple(data.draw(st.integers(1, 6)) for _ in offsets))
     entry = Entry("t", "t", "state", "int32", "tensor", piece, 0, piece.numel * 4, whole=False)
     stored = np.arange(1, piece.numel + 1, dtype=np.int32)
@@ -46,7 +48,7 @@ def test_entry_reads_fill_exactly_the_common_box(piece: Box, chunk_elements: int
 
     spans = [(i * 4, min(chunk_elements, piece.numel - i) * 4) for i in range(0, piece.numel, chunk_elements)]
     original = plan_load.chunk_spans
-    plan_load.chunk_spans = lambda nbytes: spans  # small chunks, so that rows are cut  # type: ignore[assignment]
+    plan_load.chunk_spans = lambda _: spans  # small chunks, so that rows are cut  # type: ignore[assignment]
     try:
         reads = list(entry_reads(0, Placed(entry, 0), need))
     finally:

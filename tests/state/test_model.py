@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 
 import pytest
 import torch
@@ -467,9 +466,3 @@ def test_modules_in_lists_and_dicts():
     assert (found.missing, found.unexpected) == (["d.y"], ["nets.1", "d.x"])
     found = save(saved).load({"nets": [*target["nets"], nn.Linear(1, 1)]}, strict=False)
     assert found.missing == ["nets.2"]
-
-
-def test_world_size_is_no_part_of_the_environment():
-    """Flattening reads no environment and needs no process group."""
-    assert "RANK" not in os.environ
-    assert flatten({"model": nn.Linear(1, 1)}, rank=3, world=4).tensors

@@ -72,7 +72,13 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
     elif isinstance(tree, list | tuple):
         items = enumerate(tree)
     elif isinstance(tree, torch.Tensor):
-        return {path: (tree.dtype, tuple(tree.shape), tree.contiguous().view(-1).view(torch.uint8).numpy().tobytes())}
+        return {
+            path: (
+                tree.dtype,
+                tuple(tree.shape),
+                tree.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+            )
+        }
     else:
         return {path: tree.hex() if isinstance(tree, float) else tree}
     return {name: leaf for key, value in items for name, leaf in leaves(value, f"{path}/{key}").items()}

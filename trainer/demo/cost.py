@@ -22,7 +22,8 @@ class Cost:
     killed_at_s: float  # wall clock, as are the two below
     begun_at_s: float
     first_step_at_s: float
-    stalls_s: tuple[float, ...]  # one per save
+    first_stalls_s: tuple[float, ...]  # of the first save after each start, which makes the keeper and its memory
+    stalls_s: tuple[float, ...]  # of all others
     nbytes: tuple[int, ...]  # one per save, all ranks together
 
     @property
@@ -42,6 +43,15 @@ def reckon(course: Course) -> Cost:
     killed = next(event for event in events if event["event"] == "killed")
     begun = next(e for e in events if e["event"] == "begin" and e["restored_step"] is not None)
     first_step = next(e for e in events if e["event"] == "step" and e["time_s"] > begun["time_s"])
+    first: list[float] = []
+    others: list[float] = []
+    stalls = others
+    for event in events:
+        if event["event"] == "begin":
+            stalls = first
+        elif event["event"] == "save" and event["rank"] == 0:
+            stalls.append(event["stall_s"])
+            stalls = others
     nbytes: dict[int, int] = {}
     for event in events:
         if event["event"] == "commit" and event["time_s"] > begun["time_s"]:  # the dead rank told of none of its own
@@ -52,7 +62,8 @@ def reckon(course: Course) -> Cost:
         killed_at_s=killed["time_s"],
         begun_at_s=begun["time_s"],
         first_step_at_s=first_step["time_s"],
-        stalls_s=tuple(e["stall_s"] for e in events if e["event"] == "save" and e["rank"] == 0),
+        first_stalls_s=tuple(first),
+        stalls_s=tuple(others),
         nbytes=tuple(nbytes.values()),
     )
 
@@ -65,9 +76,8 @@ def cost_table(cost: Cost) -> Table:
     table.add_row("from the kill to the end of the first new step", f"{cost.restart_s:.1f} s")
     table.add_row("  of it: start the processes, read the step", f"{cost.begun_at_s - cost.killed_at_s:.1f} s")
     table.add_row("  of it: the first step itself", f"{cost.first_step_at_s - cost.begun_at_s:.1f} s")
-    table.add_row(
-        "training waited per save",
-        f"{median(cost.stalls_s) * 1000:.0f} ms (median), {max(cost.stalls_s) * 1000:.0f} ms (longest)",
-    )
+    if cost.stalls_s:
+        table.add_row("training waited per save (median)", f"{median(cost.stalls_s) * 1000:.0f} ms")
+    table.add_row("  for the first save after a start", f"{median(cost.first_stalls_s) * 1000:.0f} ms")
     table.add_row("bytes per save, both ranks", f"{median(cost.nbytes) / 1e6:.1f} MB")
     return table
