@@ -283,7 +283,12 @@ class Run:
         try:
             self.store.create(layout_key(digest), raw)
         except AlreadyExistsError:
-            decode_layout(self.store.get(layout_key(digest), limit_nbytes=LAYOUT_LIMIT_NBYTES), digest)
+            try:
+                decode_layout(self.store.get(layout_key(digest), limit_nbytes=LAYOUT_LIMIT_NBYTES), digest)
+            except DamagedError:
+                # Its name says what its bytes must be: putting them right mends the older steps too.
+                self.store.delete(layout_key(digest))
+                self.store.create(layout_key(digest), raw)
 
     def delete_attempt(self, attempt: Attempt) -> None:
         """Remove an attempt, COMMIT first, so that no reader ever meets a step with files missing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -73,6 +74,17 @@ def test_every_ruff_ignore_has_a_reason():
                 if "noqa" in comment.string and not re.search(r"noqa: [A-Z]+\d+(, [A-Z]+\d+)* - \w", comment.string)
             ]
     assert bare == []
+
+
+def test_every_test_says_what_it_shows():
+    """Each test has a docstring."""
+    silent = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node)
+    ]
+    assert silent == []
 
 
 def test_one_version():

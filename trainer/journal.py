@@ -52,8 +52,14 @@ class Journal:
     def _append_to(self, path: Path | None) -> TextIO | None:
         if path is None:
             return None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return self._open.enter_context(path.open("a", buffering=1, encoding="utf-8"))  # 1: flushed at every line
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a", buffering=1, encoding="utf-8")  # 1: flushed at every line
+        except OSError as error:
+            raise ckpt.BadInputError(
+                f"{path}: no log can be appended to here ({error.strerror}); name another file"
+            ) from None
+        return self._open.enter_context(file)
 
     def say(self, line: str) -> None:
         """Print one line, on rank 0."""
@@ -96,10 +102,9 @@ class Journal:
             self.event("commit", any_rank=True, step=report.step, **facts)
 
 
-def complain(sentence: str, place: Place) -> None:
+def complain(sentence: str) -> None:
     """Say on stderr, in one line, why the job ends."""
-    rank = f"rank {place.rank}: " if place.rank else ""
-    print(f"trainer: {rank}{sentence}", file=sys.stderr, flush=True)
+    print(f"trainer: {sentence}", file=sys.stderr, flush=True)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None, *, about: str | None = None) -> Opt
     what.add_argument("--layers", type=_count, default=4)
     what.add_argument("--width", type=_count, default=192, help="of the residual stream")
     what.add_argument("--heads", type=_count, default=6)
-    what.add_argument("--dropout", type=float, default=0.0)
+    what.add_argument("--dropout", type=_fraction, default=0.0)
 
     how = parser.add_argument_group("the training")
     how.add_argument("--batch-size", type=_count, default=16, help="sequences per step, over all ranks")
@@ -95,6 +95,8 @@ def parse(argv: Sequence[str] | None = None, *, about: str | None = None) -> Opt
         parser.error(
             f"--at-step {given.at_step} is not after the first save, --every {given.every}: it would die again"
         )
+    if given.kill_rank is not None and not 0 <= given.kill_rank < world:
+        parser.error(f"--kill-rank {given.kill_rank}: the ranks of this job are 0 to {world - 1}")
     if given.batch_size % (world * given.accumulate):
         parser.error(
             f"--batch-size {given.batch_size} cannot be divided evenly among {world} ranks"
@@ -116,4 +118,12 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _fraction(text: str) -> float:
+    """At least 0 and less than 1."""
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
     return value

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ckpt
 from trainer.model import GPT
 
 __all__ = ["Place", "clip_gradients", "computing_in", "mean_over_ranks", "process_group", "shared_gradients", "spread"]
@@ -65,6 +66,8 @@ def process_group(device: str) -> Iterator[Place]:
 def _choose_device(device: str) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ckpt.BadInputError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     # Some kernels add in whatever order their threads finish: a run that is to come again bit for bit does
     # without them where it can. cuBLAS reads its variable when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -13,6 +13,7 @@ was never stopped, bit for bit. Another number of ranks may go on too; only the 
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,14 +49,15 @@ __all__ = ["Job", "assemble", "main", "train"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse ``argv``, train, and return the exit code; a process group that is there already is used and kept."""
     options = parse(argv, about=__doc__)
-    with process_group(options.device) as place:
-        try:
+    try:
+        with process_group(options.device) as place:
             train(options, place)
-        except ckpt.CkptError as error:
-            # What stops all ranks at once is said by rank 0 alone; a save may fail on one rank only.
-            if place.rank == 0 or isinstance(error, (ckpt.KeeperError, ckpt.SaveFailedError, ckpt.StoreError)):
-                complain(str(error), place)
-            return error.exit_code
+    except ckpt.CkptError as error:
+        # What stops all ranks at once is said by rank 0 alone; a save may fail on one rank only.
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == 0 or isinstance(error, (ckpt.KeeperError, ckpt.SaveFailedError, ckpt.StoreError)):
+            complain(f"rank {rank}: {error}" if rank else str(error))
+        return error.exit_code
     return 0
 
 

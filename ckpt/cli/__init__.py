@@ -101,7 +101,10 @@ def _run(words: Sequence[str]) -> int:
     for name, line in VERBS.items():
         verb = verbs.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}.", add_help=True)
         if name == chosen:
-            importlib.import_module(f"ckpt.cli.{name}").arguments(verb)
+            module = importlib.import_module(f"ckpt.cli.{name}")
+            module.arguments(verb)
+            verb.formatter_class = argparse.RawDescriptionHelpFormatter
+            verb.epilog = (module.__doc__ or "").partition("\n\n")[2].replace("``", "")
             verb.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parsed = parser.parse_args(words)
     code: int = importlib.import_module(f"ckpt.cli.{parsed.verb}").run(parsed)

@@ -42,5 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"step {arguments.to} is the latest now (writer {writer.number}); a job that still writes here will be stopped")
     say(f"no longer live: {steps or 'none, it was the latest already'}")
     if gone:
-        say("nothing was deleted; `ckpt prune --abandoned` removes what is no longer live", "dim")
+        say(f"nothing was deleted; `ckpt prune {arguments.run} --abandoned` removes what is no longer live", "dim")
     return 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -124,17 +125,23 @@ def _files(reader: StepReader) -> list[dict[str, Any]]:
 
 
 def _print(document: dict[str, Any], *, facts: bool) -> None:
+    sections: dict[str, Callable[[dict[str, Any]], None]] = {
+        "tensors": _print_tensors,
+        "values": _print_values,
+        "files": _print_files,
+    }
     if facts:
         _print_facts(document)
-    if "tensors" in document:
-        _print_tensors(document)
-    if "values" in document:
-        _print_values(document)
-    if "files" in document:
-        say()
-        rows = [[str(f["rank"]), f["name"], nbytes_text(f["nbytes"]), f["encoding"]] for f in document["files"]]
-        table(["rank", "file", "size", "encoding"], rows, right=("rank", "size"))
-        say(f"{counted(len(rows), 'file')}, {nbytes_text(sum(f['nbytes'] for f in document['files']))}")
+    for i, name in enumerate(name for name in sections if name in document):
+        if i or facts:
+            say()
+        sections[name](document)
+
+
+def _print_files(document: dict[str, Any]) -> None:
+    rows = [[str(f["rank"]), f["name"], nbytes_text(f["nbytes"]), f["encoding"]] for f in document["files"]]
+    table(["rank", "file", "size", "encoding"], rows, right=("rank", "size"))
+    say(f"{counted(len(rows), 'file')}, {nbytes_text(sum(f['nbytes'] for f in document['files']))}")
 
 
 def _print_facts(document: dict[str, Any]) -> None:
@@ -162,7 +169,6 @@ def _print_facts(document: dict[str, Any]) -> None:
 
 
 def _print_tensors(document: dict[str, Any]) -> None:
-    say()
     rows = [
         [
             t["name"] if t["rank"] is None else f"{t['name']} (rank {t['rank']})",
@@ -184,7 +190,6 @@ def _print_values(document: dict[str, Any]) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
-    say()
     root = Tree("values")
     for key, value in document["values"].items():
         _grow(root, key, value)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import time
 
+import msgspec
+
 from ckpt.cli.output import counted, emit_json, nbytes_text, one_of, progress, say, step_number
-from ckpt.engine.verify import VerifyReport, report_json, verify, verify_all
+from ckpt.engine.verify import VerifyReport, verify, verify_all
 from ckpt.errors import DamagedError
 from ckpt.run import Run
 
@@ -40,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
             reports.append(verify(opened, "latest" if arguments.step is None else arguments.step, progress=advance))
     ok = all(report.ok for report in reports)
     if arguments.json:
-        emit_json({"run": opened.url, "ok": ok, "reports": [report_json(report) for report in reports]})
+        documents = [{"ok": report.ok, **msgspec.to_builtins(report)} for report in reports]
+        emit_json({"run": opened.url, "ok": ok, "reports": documents})
     elif not arguments.all:
         _print(reports[0], time.perf_counter() - started)
     elif not reports:

@@ -18,6 +18,7 @@ from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError
 from ckpt.format.commit import Attempt, Commit
 from ckpt.keeper.client import settle
 from ckpt.run import Run, StepState
+from ckpt.snapshot.copy import as_integers
 from ckpt.state import LoadTarget, Read, StoredState, StoredTensor, dtype_of, read_tree, wanted
 
 SETTLE_TIMEOUT_S = 60.0
@@ -207,17 +208,15 @@ def _own_tensors(reader: StepReader, rank: int) -> dict[str, StoredTensor]:
 def fill_tensor(reader: StepReader, read: Read) -> None:
     """Carry out one read, straight into the target's memory where that is possible."""
     dest, dtype = read.dest, dtype_of(read.dtype)
-    direct = dest.device.type == "cpu" and dest.dtype == dtype and dest.is_contiguous() and not _is_lazy(dest)
+    if dest.dtype == dtype:
+        dest = as_integers(dest)  # torch copies those whatever their strides and device, which it does not every dtype
+        dtype = dest.dtype
+    direct = dest.device.type == "cpu" and dest.dtype == dtype and dest.is_contiguous()
     buffer = dest if direct else torch.empty(dest.shape, dtype=dtype)
     reader.read(read.name, read.box, memory_of(buffer), rank=read.rank)
     if not direct:
         with torch.no_grad():
             dest.copy_(buffer)
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether its memory is not what it shows (conjugated or negated views)."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

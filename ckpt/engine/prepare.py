@@ -9,17 +9,20 @@ import msgspec
 import torch
 
 from ckpt.engine.ranks import Ranks
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, DamagedError
 from ckpt.format import records, values
+from ckpt.format.commit import LayoutRef, check_step
 from ckpt.format.layout import Layout, encode_layout
 from ckpt.format.part import RankTensor, data_name
 from ckpt.format.safetensors import HeaderEntry, build_header, st_dtype
 from ckpt.keeper.protocol import FileTask, LayoutTask
 from ckpt.plan.boxes import LayoutBoxes
 from ckpt.plan.files import PAGE_NBYTES, Entry, file_tables
-from ckpt.plan.save import Group, LocalTensor, Structure, hf_index, plan_layouts, untiled
+from ckpt.plan.save import Group, LocalTensor, Structure, hf_index, plan_layouts
 from ckpt.snapshot.copy import tensor_bytes
 from ckpt.state import FlatState, TensorLeaf, flatten
+
+GROUP_PREFIX = "group:"  # of the digests that are compared within a layout only
 
 
 class EncodedValues(msgspec.Struct, frozen=True):
@@ -36,9 +39,12 @@ class EncodedValues(msgspec.Struct, frozen=True):
 
 def encode_values(flat: FlatState) -> EncodedValues:
     """Every value of a state; raises UnsupportedValueError by name for one without a typed form."""
+    for key in flat.values:
+        if key.startswith(GROUP_PREFIX):
+            raise BadInputError(f"state[{key!r}]: top-level keys do not start with {GROUP_PREFIX!r}; rename it")
     shared = {key: values.encode(tree, f"state[{key!r}]") for key, tree in flat.values.items()}
     digests = {
-        (f"group:{key}" if values.holds_nodes(flat.values[key]) else key): values.values_digest(node)
+        (f"{GROUP_PREFIX}{key}" if values.holds_nodes(flat.values[key]) else key): values.values_digest(node)
         for key, node in shared.items()
     }
     own = {key: values.encode(tree, f"state[{key!r}]") for key, tree in flat.rank_values.items()}
@@ -54,7 +60,7 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
 
     def values_digest(self) -> str:
         """One digest of all plain values, which must be the same on all ranks."""
-        plain = {key: digest for key, digest in self.values.digests.items() if not key.startswith("group:")}
+        plain = {key: digest for key, digest in self.values.digests.items() if not key.startswith(GROUP_PREFIX)}
         return records.digest(msgspec.json.encode(plain, order="deterministic"))
 
 
@@ -96,7 +102,7 @@ def structure_of(flat: FlatState) -> Structure:
 
 def compare_values(ranks: Ranks, digests: dict[str, str]) -> None:
     """Refuse, by name and on every rank, a plain value that differs between ranks. Collective when it does."""
-    plain = {key: digest for key, digest in digests.items() if not key.startswith("group:")}
+    plain = {key: digest for key, digest in digests.items() if not key.startswith(GROUP_PREFIX)}
     everyone = ranks.gather(plain)
     for rank, other in enumerate(everyone):
         differing = sorted(key for key in {*plain, *other} if everyone[0].get(key) != other.get(key))
@@ -121,15 +127,13 @@ def make_plan(ranks: Ranks, prepared: Prepared, digests: Sequence[str]) -> SaveP
             members.setdefault(digest, []).append(rank)
         groups = [Group(structures[members[d][0]], tuple(members[d])) for d in members]
     layouts = plan_layouts(groups)
-    problems = untiled(layouts)
-    if problems:
-        raise BadInputError("the ranks' shards do not make up whole tensors: " + "; ".join(problems))
     _refuse_unequal_replicas(ranks, prepared.flat)
     mine = next(i for i, group in enumerate(groups) if ranks.rank in group.ranks)
     encoded = []
     for layout, group in zip(layouts, groups, strict=True):
         digest, raw = encode_layout(layout)
         encoded.append(LayoutTask(digest=digest, raw=raw, ranks=_ranges(group.ranks)))
+    _refuse_holes(ranks.world, encoded, layouts)
     return SavePlan(
         layouts=tuple(layouts),
         mine=mine,
@@ -138,6 +142,15 @@ def make_plan(ranks: Ranks, prepared: Prepared, digests: Sequence[str]) -> SaveP
         boxes=LayoutBoxes(layouts[mine]),
         hf_index=hf_index(layouts, ranks.world),
     )
+
+
+def _refuse_holes(world: int, encoded: Sequence[LayoutTask], layouts: Sequence[Layout]) -> None:
+    refs = [LayoutRef(task.digest, len(task.raw), task.ranks) for task in encoded]
+    by_digest = {task.digest: layout for task, layout in zip(encoded, layouts, strict=True)}
+    try:
+        check_step(refs, world, by_digest, "this state")
+    except DamagedError as error:
+        raise BadInputError(f"the ranks' shards do not make up whole tensors: {error}") from None
 
 
 def _ranges(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -85,7 +85,7 @@ def prune(
     """
     if keep_last is not None and keep_last < 1:
         raise BadInputError(f"keep_last={keep_last}: at least one live step stays; give 1 or more")
-    if grace_s < 0:
+    if not grace_s >= 0:  # nan too
         raise BadInputError(f"grace_s={grace_s}: give 0 or more seconds")
     opened = run if isinstance(run, Run) else Run.open(run)
     opened.require()

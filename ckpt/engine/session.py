@@ -269,8 +269,8 @@ def _of_earlier(pending: PendingSave, error: CkptError) -> CkptError:
 
 
 def whole_number(value: Any, what: str, *, least: int) -> int:
-    """``value`` if it is an int (True is not) of at least ``least``, else BadInputError."""
-    if type(value) is not int or value < least:
+    """``value`` if it is an int (True is not) of at least ``least`` and below 2**63, else BadInputError."""
+    if type(value) is not int or not least <= value < 2**63:
         raise BadInputError(f"{what} {value!r}: expected a whole number of at least {least}")
     return value
 

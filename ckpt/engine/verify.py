@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import msgspec
 
@@ -258,7 +257,7 @@ class _Verifier:
         if len(self._layouts) == len(self.commit.layouts):
             try:
                 layouts = {digest: boxes.layout for digest, boxes in self._layouts.items()}
-                check_step(self.commit, layouts, self.reader.where(COMMIT))
+                check_step(self.commit.layouts, self.commit.world, layouts, self.reader.where(COMMIT))
             except DamagedError as error:
                 self._caught(self._key(COMMIT), error)
         return len(names)
@@ -403,9 +402,3 @@ def _batches(chunks: Iterator[ChunkRead], joined: bool) -> Iterator[list[ChunkRe
         batch.append(chunk)
     if batch:
         yield batch
-
-
-def report_json(report: VerifyReport) -> dict[str, Any]:
-    """A report as ``ckpt verify --json`` prints it."""
-    result: dict[str, Any] = {"ok": report.ok, **msgspec.to_builtins(report)}
-    return result

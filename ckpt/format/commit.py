@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -160,21 +160,21 @@ def _check_files(commit: Commit, where: str) -> None:
         records.check_digest(file.digest, where, file.name)
 
 
-def check_step(commit: Commit, layouts: Mapping[str, Layout], where: str) -> None:
+def check_step(refs: Sequence[LayoutRef], world: int, layouts: Mapping[str, Layout], where: str) -> None:
     """DamagedError unless ``layouts`` (by digest, all of COMMIT's) together say where every tensor's bytes are.
 
     Each name has one shape and dtype and is owned; and every rank of an owner's mesh is in a layout
     that lists the tensor with that mesh and those owners, so that every shard was written.
     """
-    ranks = {ref.digest: {r for first, last in ref.ranks for r in range(first, last + 1)} for ref in commit.layouts}
+    ranks = {ref.digest: {r for first, last in ref.ranks for r in range(first, last + 1)} for ref in refs}
     numbers: dict[Mesh, int] = {}  # a mesh can be long: hashed once, then it is its number
     meshes: list[frozenset[int]] = []
     lists: dict[str, list[tuple[str, int, Tensor]]] = {}
     for digest, layout in layouts.items():
         for index, mesh in enumerate(layout.meshes):
-            if max(mesh.ranks) >= commit.world:
+            if max(mesh.ranks) >= world:
                 found = f"mesh {index} of the layout {digest} with rank {max(mesh.ranks)}"
-                raise records.damaged(where, found, f"ranks below {commit.world}")
+                raise records.damaged(where, found, f"ranks below {world}")
             if numbers.setdefault(mesh, len(meshes)) == len(meshes):
                 meshes.append(frozenset(mesh.ranks))
         own = [numbers[mesh] for mesh in layout.meshes]

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.errors import BadInputError, CkptError, KeeperError
+from ckpt.errors import BadInputError, CkptError, KeeperError, SaveFailedError
 from ckpt.keeper.protocol import ArenaStatus
 
 ARENAS_PER_RANK = 2  # one snapshot is always whole while the next one is made
 _ALIGN_NBYTES = 2 << 20  # huge pages
 
-FREE, GRANTED, STAGED = "free", "granted", "staged"
+FREE, GRANTED, STAGED, STUCK = "free", "granted", "staged", "stuck"
 
 
 class Arena:
@@ -31,7 +31,7 @@ class Arena:
         self.holder = 0  # the connection it is lent to
         self.used = 0  # a counter: the arena that was used longest ago is lent next
         self.nbytes = 0
-        self.fd = os.memfd_create(f"ckpt-rank-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = -1
         self._map: mmap.mmap | None = None
 
     def grow(self, nbytes: int) -> None:
@@ -46,6 +46,8 @@ class Arena:
                 f"{available:,} are available on this node; save less, or give the job more host memory"
             )
         try:
+            if self.fd < 0:
+                self.fd = os.memfd_create(f"ckpt-rank-{self.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, nbytes)
             if not self.nbytes:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
@@ -63,7 +65,9 @@ class Arena:
     def close(self) -> None:
         """Give the memory back (what the trainer has mapped stays until it unmaps it)."""
         self._map = None  # unmapped when the last view is gone
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -105,6 +109,11 @@ class ArenaPool:
         arena.state, arena.holder = FREE, 0
         self._serve(arena.run, arena.rank)
 
+    def stick(self, arena: Arena) -> None:
+        """A failed save still reads from it, in a write that does not return; ``free`` when it does."""
+        arena.state = STUCK
+        self._serve(arena.run, arena.rank)
+
     def drop_holder(self, holder: int) -> None:
         """A connection has ended: what it had not staged yet is nobody's."""
         for key, queue in list(self._waiting.items()):
@@ -129,9 +138,13 @@ class ArenaPool:
         queue = self._waiting.get((run, rank), deque())
         while queue:
             arena = self._next(run, rank)
-            if arena is None:
+            if arena is None and not self._all_stuck(run, rank):
                 return
             wanted = queue.popleft()
+            if arena is None:
+                text = f"no arena for rank {rank}: {run} hangs in writes of saves that have failed already; see to the store"
+                self._refuse(wanted, SaveFailedError(text))
+                continue
             try:
                 arena.grow(wanted.nbytes)
             except CkptError as error:
@@ -145,8 +158,14 @@ class ArenaPool:
             self._grant(wanted, arena)
         self._waiting.pop((run, rank), None)
 
+    def _own(self, run: str, rank: int) -> list[Arena]:
+        return [arena for arena in self._arenas.values() if (arena.run, arena.rank) == (run, rank)]
+
+    def _all_stuck(self, run: str, rank: int) -> bool:
+        return all(arena.state == STUCK for arena in self._own(run, rank))
+
     def _next(self, run: str, rank: int) -> Arena | None:
-        own = [arena for arena in self._arenas.values() if (arena.run, arena.rank) == (run, rank)]
+        own = self._own(run, rank)
         if len(own) < ARENAS_PER_RANK:
             self._numbers += 1
             arena = self._arenas[self._numbers] = Arena(self._numbers, run, rank)

@@ -146,8 +146,10 @@ class KeeperClient:
         """Borrow one of this rank's two arenas of a run; waits until one is free.
 
         The memory is touched, so that filling it costs a copy and no page faults. Raises KeeperError
-        when the node has not so much memory, and TimeoutError when both are still being written.
+        when the node has not so much memory, SaveFailedError when the store hangs with both, and
+        TimeoutError when both are still being written after ``timeout_s``.
         """
+        _check_process(self._pid)  # before any lock: in a forked child another thread may have held it
         started = time.monotonic()
         reply = _Reply()
         with self._lock:
@@ -182,10 +184,12 @@ class KeeperClient:
 
     def release(self, arena: ArenaView) -> None:
         """Give an arena back whose snapshot is not wanted after all."""
+        _check_process(self._pid)
         self._give_back(arena.id)
 
     def persist(self, task: SaveTask) -> PendingTask:
         """Hand over a filled arena, which is not this process's any more; waits for nothing but the socket."""
+        _check_process(self._pid)
         pending = PendingTask(task, self._pid)
         with self._lock:
             request = self._next_request()
@@ -206,6 +210,7 @@ class KeeperClient:
         Never raises: it is called while another error is on its way.
         """
         with contextlib.suppress(KeeperError):
+            _check_process(self._pid)
             with self._lock:
                 borrowed = list(self._borrowed)
             for number in borrowed:
@@ -214,6 +219,7 @@ class KeeperClient:
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no task is pending, whatever became of each; whether that was in time."""
+        _check_process(self._pid)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             pending = list(self._pending.values())
@@ -243,7 +249,6 @@ class KeeperClient:
     # -- sending ---------------------------------------------------------------------------
 
     def _next_request(self) -> int:
-        _check_process(self._pid)
         if self._lost is not None:
             raise self._lost
         self._requests += 1

@@ -227,7 +227,7 @@ class ClientStatus(msgspec.Struct, frozen=True):
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):
-    """One arena; ``state`` is "free", "granted" or "staged"."""
+    """One arena; ``state`` is "free", "granted", "staged" or "stuck" (a failed save still reads it)."""
 
     arena: int
     run: str

@@ -137,6 +137,7 @@ class Registry:
         for rank, work in save.works.items():
             if work.state in {QUEUED, WRITING}:
                 self._stuck[work.arena.number] = now
+                self.pool.stick(work.arena)
             if save.failure is not None:
                 error = save.failure.error_for(rank, save.attempt)
                 self._answer(work.holder, _failed(work.request, error), None)

@@ -3,9 +3,8 @@
 Everything here is arithmetic on a layout's meshes, placements and owners, so no box is ever
 stored. The rules are those of torch's DTensor: a dimension of n rows cut k ways gives place i
 the rows ``[min(i*c, n), min((i+1)*c, n))`` with ``c = ceil(n / k)``; several shards of one
-dimension nest from left to right, except a strided shard (``S0/4``, what FSDP makes of a
-dimension that tensor parallelism has cut already), which nests inside the next plain shard of
-the same dimension to its right.
+dimension nest from left to right, except strided ones (``S0/4``, what FSDP makes of a dimension
+that tensor parallelism has cut 4 ways already), which go inside those cuts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from math import prod
 import msgspec
 
 from ckpt.errors import BadInputError
-from ckpt.format.layout import Layout, Mesh, Tensor
+from ckpt.format.layout import Layout, Mesh, Tensor, nesting
 
 
 class Box(msgspec.Struct, frozen=True, order=True):
@@ -62,34 +61,16 @@ def chunk_bounds(length: int, pieces: int, index: int) -> tuple[int, int]:
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def placement_shard(word: str) -> tuple[int, bool] | None:
-    """``(tensor dimension, strided)`` of a placement word, or None for ``R``."""
-    if word == "R":
-        return None
-    dimension, slash, _ = word[1:].partition("/")
-    if word[:1] != "S" or not dimension.isdecimal():
-        raise BadInputError(f"placement {word!r}: expected R, S<dim> or S<dim>/<split>")
-    return int(dimension), bool(slash)
-
-
 @lru_cache(maxsize=4096)
-def sharding_order(placements: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """``(mesh dimension, tensor dimension)`` of every shard, in the order in which they nest, outermost first."""
-    order: list[tuple[int, int]] = []
-    waiting: dict[int, list[int]] = {}  # tensor dimension -> mesh dimensions of strided shards not yet placed
-    for mesh_dimension, word in enumerate(placements):
-        shard = placement_shard(word)
-        if shard is None:
-            continue
-        dimension, strided = shard
-        if strided:
-            waiting.setdefault(dimension, []).append(mesh_dimension)
-            continue
-        order.append((mesh_dimension, dimension))
-        order.extend((outer, dimension) for outer in reversed(waiting.pop(dimension, [])))
-    for dimension, mesh_dimensions in waiting.items():
-        order.extend((outer, dimension) for outer in reversed(mesh_dimensions))
-    return tuple(order)
+def sharding_order(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """``(mesh dimension, tensor dimension)`` of every shard, in the order in which they nest, outermost first.
+
+    Raises BadInputError for placements that are none, or strided ones that fit no place.
+    """
+    order = nesting(mesh_shape, placements)
+    if order is None:
+        raise BadInputError(f"placements {list(placements)} make no nesting of shards on a mesh of {list(mesh_shape)}")
+    return order
 
 
 @lru_cache(maxsize=4096)
@@ -116,7 +97,7 @@ def shard_box(
 ) -> Box:
     """The box that the rank at ``coordinate`` of a mesh holds of a tensor of global ``shape``."""
     offsets, sizes = [0] * len(shape), list(shape)
-    for mesh_dimension, dimension in sharding_order(placements):
+    for mesh_dimension, dimension in sharding_order(tuple(mesh_shape), placements):
         start, stop = chunk_bounds(sizes[dimension], mesh_shape[mesh_dimension], coordinate[mesh_dimension])
         offsets[dimension] += start
         sizes[dimension] = stop - start
@@ -173,7 +154,7 @@ class LayoutBoxes:
             return []
         shard = shard_box(mesh_shape, tensor.placements, tensor.shape, coordinate)
         if prod(tensor.shape) == 0:
-            first = all(coordinate[i] == 0 for i, _ in sharding_order(tensor.placements))
+            first = all(coordinate[i] == 0 for i, _ in sharding_order(mesh_shape, tensor.placements))
             return [whole_box(tensor.shape)] if first and replica == tensor.owners[0] else []
         pieces = [piece_box(shard, len(tensor.owners), i) for i, owner in enumerate(tensor.owners) if owner == replica]
         return [piece for piece in pieces if piece.numel]
@@ -183,7 +164,7 @@ class LayoutBoxes:
         if not tensor.owners or not box.numel:
             return
         mesh = self.layout.meshes[tensor.mesh]
-        order = sharding_order(tensor.placements)
+        order = sharding_order(mesh.shape, tensor.placements)
         replicated = replicated_dimensions(tensor.placements)
         strides = [prod(mesh.shape[i + 1 :]) for i in range(len(mesh.shape))]
         replica_shape = [mesh.shape[i] for i in replicated]

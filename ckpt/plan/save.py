@@ -16,6 +16,7 @@ from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.boxes import LayoutBoxes, replica_count, replicated_dimensions, sharding_order, whole_box
 
 BALANCED = 1.1  # max / mean bytes per rank that needs no tensor to be cut
+Grid = tuple[tuple[int, ...], tuple[int, ...]]  # a mesh's shape and ranks
 PIECES_PER_RANK = 8  # when tensors are cut, into pieces of about this fraction of a rank's share
 
 
@@ -52,18 +53,15 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def plan_layouts(groups: Sequence[Group]) -> list[Layout]:
-    """One layout per group. Every name is owned in the first group that has it.
+    """One layout per group. Every name is owned in the first group that has it, and in a later one only by the
+    ranks of the same mesh, which hold the other shards of it.
 
     Replicas are written once, balanced by bytes over the ranks that hold them. Raises
     BadInputError naming every tensor whose shape or dtype differs between groups.
     """
     _refuse_conflicts(groups)
-    owned: set[str] = set()
-    layouts = []
-    for group in groups:
-        layouts.append(_layout(group, owned))
-        owned.update(tensor.name for tensor in group.structure.tensors)
-    return layouts
+    owned: dict[str, _Owned] = {}
+    return [_layout(group, owned) for group in groups]
 
 
 def _refuse_conflicts(groups: Sequence[Group]) -> None:
@@ -86,9 +84,17 @@ def _refuse_conflicts(groups: Sequence[Group]) -> None:
         )
 
 
-def _layout(group: Group, owned_before: set[str]) -> Layout:
-    meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    grid: tuple[tuple[int, ...], tuple[int, ...]]
+class _Owned(msgspec.Struct, frozen=True):
+    """How an earlier group wrote a name."""
+
+    grid: Grid
+    placements: tuple[str, ...]
+    owners: tuple[int, ...]
+
+
+def _layout(group: Group, owned: dict[str, _Owned]) -> Layout:
+    meshes: dict[Grid, int] = {}
+    grid: Grid
     placements: tuple[str, ...]
     tensors: list[Tensor] = []
     for local in group.structure.tensors:
@@ -102,7 +108,13 @@ def _layout(group: Group, owned_before: set[str]) -> Layout:
         )
     grids = tuple(Mesh(shape, ranks) for shape, ranks in meshes)
     fixed = {t.name for t in group.structure.tensors if t.first_rank_owns}
-    owners = _owners([t for t in tensors if t.name not in owned_before], grids, fixed)
+    owners = _owners([t for t in tensors if t.name not in owned], grids, fixed)
+    for tensor in tensors:
+        grid = (grids[tensor.mesh].shape, grids[tensor.mesh].ranks)
+        mine = _Owned(grid, tensor.placements, owners.get(tensor.name, ()))
+        first = owned.setdefault(tensor.name, mine)
+        if first is not mine and (first.grid, first.placements) == (grid, tensor.placements):
+            owners[tensor.name] = first.owners
     tensors = [msgspec.structs.replace(t, owners=owners.get(t.name, ())) for t in tensors]
     return Layout(records.FORMAT, grids, tuple(tensors), dict(group.structure.aliases))
 
@@ -135,7 +147,7 @@ def _owners(tensors: list[Tensor], meshes: Sequence[Mesh], fixed: set[str]) -> d
 
 
 def _shard_nbytes(tensor: Tensor, mesh: Mesh) -> int:
-    shards = prod(mesh.shape[i] for i, _ in sharding_order(tensor.placements))
+    shards = prod(mesh.shape[i] for i, _ in sharding_order(mesh.shape, tensor.placements))
     return prod(tensor.shape) * DTYPE_NBYTES[tensor.dtype] // shards
 
 
@@ -160,24 +172,6 @@ def _balance(
     return owners, loads
 
 
-def untiled(layouts: Sequence[Layout]) -> list[str]:
-    """What COMMIT must refuse: names that no layout, or more than one, owns, and owners that do not exist."""
-    problems: list[str] = []
-    owned: dict[str, int] = {}
-    for layout in layouts:
-        for tensor in layout.tensors:
-            owned.setdefault(tensor.name, 0)
-            if not tensor.owners:
-                continue
-            owned[tensor.name] += 1
-            replicas = replica_count(layout.meshes[tensor.mesh].shape, tensor.placements)
-            wrong = [owner for owner in tensor.owners if not 0 <= owner < replicas]
-            if wrong:
-                problems.append(f"{tensor.name}: owner {wrong[0]} of {replicas} replicas")
-    problems += [f"{name}: written by {count} layouts, expected 1" for name, count in owned.items() if count != 1]
-    return problems
-
-
 def hf_index(layouts: Sequence[Layout], world: int) -> bytes | None:
     """``model.safetensors.index.json`` when every model tensor is whole in one rank's file, else None.
 
@@ -188,7 +182,7 @@ def hf_index(layouts: Sequence[Layout], world: int) -> bytes | None:
     for layout in layouts:
         boxes = LayoutBoxes(layout)
         for tensor in layout.tensors:
-            if tensor.group != "model" or not tensor.owners:
+            if tensor.group != "model" or not tensor.owners or tensor.name.removeprefix("model.") in weight_map:
                 continue
             whole = whole_box(tensor.shape)
             if not whole.numel:

@@ -32,6 +32,7 @@ from ckpt.state.target import LoadTarget
 from ckpt.state.tensors import (
     Inspector,
     array_tensor,
+    castable,
     dtype_of,
     fillable,
     is_dtensor,
@@ -128,8 +129,8 @@ class Loading:
         to (on the meta device, elements that share memory). None, and a mismatch noted, when they do not fit.
         """
         stored, view = self.stored(source), self.inspector.view(tensor, name)
-        same_dtype = stored.dtype == view.dtype or self.cast
-        if stored.kind != "tensor" or stored.shape != view.shape or not same_dtype:
+        fits = stored.dtype == view.dtype or (self.cast and castable(stored.dtype, view.dtype))
+        if stored.kind != "tensor" or stored.shape != view.shape or not fits:
             self.mismatch(name, describe(*stored), describe(view.dtype, view.shape))
             return None
         dest = view.local
@@ -268,10 +269,13 @@ class Loading:
             self.mismatch(name, describe(*stored), describe(wanted_dtype, template.shape, "ndarray"))
             return template
         dtype = dtype_of(wanted_dtype)
-        shares = template.flags.writeable and template.dtype.isnative and template.flags.c_contiguous
-        if not shares:
-            return self.new(node.name, dtype=dtype)  # read-only, byte-swapped or strided: a plain one takes its place
-        self._read(node.name, whole_box(stored.shape), array_tensor(template, name))
+        if not template.flags.writeable or not template.dtype.isnative:
+            return self.new(node.name, dtype=dtype)  # a plain one takes its place
+        if template.flags.c_contiguous:
+            self._read(node.name, whole_box(stored.shape), array_tensor(template, name))
+        else:
+            new = self.new(node.name, dtype=dtype)
+            self.target.later(Order.TENSORS, lambda: template.__setitem__(..., new))
         return template
 
     def _walk_dict(self, template: Any, node: Any, path: Path) -> Any:

@@ -98,7 +98,7 @@ class ModuleWalk:
         _run_pre_hooks(module, prefix)
         own: dict[str, Any] = {}
         module._save_to_state_dict(own, prefix, True)
-        self._take(own, prefix, module._parameters, module._buffers, copies)
+        self._take(own, prefix, _mapping(module._parameters), _mapping(module._buffers), copies)
         for name, child in module._modules.items():
             if child is not None:
                 self._visit(child, f"{prefix}{name}.", copies)
@@ -206,6 +206,11 @@ def _wrapper_attribute(kind: type[nn.Module]) -> str | None:
     if fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel):
         return _FSDP1
     return None
+
+
+def _mapping(named: Any) -> Mapping[str, Any]:
+    """Parameters or buffers by name; scripted modules have them in a class that cannot be asked for one."""
+    return named if isinstance(named, dict) else dict(named.items())
 
 
 def _run_pre_hooks(module: nn.Module, prefix: str) -> None:

@@ -78,9 +78,10 @@ class StoredState(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct, frozen=True, eq=False):
     """Bytes that a load wants: ``box`` (global) of stored tensor ``name`` into ``dest``.
 
-    ``dest`` has exactly the box's shape but may be strided, on any device, and (with ``cast``) of
-    another dtype than the stored ``dtype``. ``rank`` is None for a tensor of the layouts, else the
-    saved rank whose own tensor it is. Boxes without elements are never asked for.
+    ``dest`` has exactly the box's shape but may be strided, on any device (never conjugated or negated by
+    a mere flag), and, with ``cast``, of another dtype than the stored ``dtype``. ``rank`` is None for a
+    tensor of the layouts, else the saved rank whose own tensor it is. Boxes without elements are never
+    asked for.
     """
 
     name: str

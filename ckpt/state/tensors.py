@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -12,9 +13,9 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ckpt.errors import BadInputError, UnsupportedValueError
-from ckpt.format.layout import Mesh
+from ckpt.format.layout import Mesh, nesting
 from ckpt.format.safetensors import DTYPE_NBYTES
-from ckpt.plan.boxes import Box, local_box, sharding_order, whole_box
+from ckpt.plan.boxes import Box, local_box, whole_box
 
 PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_NBYTES if hasattr(torch, name)}
@@ -154,6 +155,16 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+@functools.cache
+def castable(stored: str, wanted: str) -> bool:
+    """Whether torch converts one dtype to the other; not so packed ones and those of less than a byte."""
+    try:
+        torch.empty(1, dtype=dtype_of(stored)).to(dtype_of(wanted))
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
+
+
 def new_dtensor(local: torch.Tensor, like: Any, shape: Sequence[int]) -> torch.Tensor:
     """A DTensor around ``local`` on the mesh of DTensor ``like``: placed as it when of its shape, else replicated."""
     from torch.distributed.tensor import DTensor, Replicate
@@ -205,7 +216,10 @@ def _refuse_form(tensor: torch.Tensor, name: str) -> None:
     if tensor.is_nested:
         raise UnsupportedValueError(f"{name}: a nested tensor; store its values() and offsets()")
     if tensor.is_quantized:
-        raise UnsupportedValueError(f"{name}: a quantized tensor; store its int_repr() with scales and zero points")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UnsupportedValueError(
+            f"{name}: a quantized tensor of dtype {dtype}; store its int_repr() with scales and zero points"
+        )
     raise UnsupportedValueError(f"{name}: a {tensor.layout} tensor; store .to_dense(), or its indices and values")
 
 
@@ -273,12 +287,8 @@ def _words(spec: Any, mesh_shape: tuple[int, ...], name: str) -> tuple[str, ...]
 
 def _check_strides(words: tuple[str, ...], mesh_shape: tuple[int, ...], name: str) -> None:
     """Refuse strided shards that are not one box: their split must be the shards nested outside to their right."""
-    order = sharding_order(words)
-    for depth, (mesh_dimension, dimension) in enumerate(order):
-        _, strided, split = words[mesh_dimension].partition("/")
-        outside = prod(mesh_shape[i] for i, d in order[:depth] if d == dimension and i > mesh_dimension)
-        if strided and int(split) != outside:
-            raise UnsupportedValueError(
-                f"{name}: placements {list(words)} on a mesh of {list(mesh_shape)} leave each rank rows that are not "
-                f"one block (split {split}, expected {outside}); redistribute it to Shard first"
-            )
+    if nesting(mesh_shape, words) is None:
+        raise UnsupportedValueError(
+            f"{name}: placements {list(words)} on a mesh of {list(mesh_shape)} leave each rank rows that are not "
+            "one block; redistribute it to Shard first"
+        )

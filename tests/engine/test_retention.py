@@ -222,3 +222,5 @@ def test_bad_input(run, tmp_path):
         prune(run, keep_last=0)
     with pytest.raises(BadInputError, match="give 0 or more seconds"):
         prune(run, grace_s=-1)
+    with pytest.raises(BadInputError, match="give 0 or more seconds"):
+        prune(run, grace_s=float("nan"))

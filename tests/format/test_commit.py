@@ -187,7 +187,7 @@ def test_step_is_whole():
     one = layout(W, plain, meshes=(MESH, Mesh((3,), (0, 1, 3))))
     two = layout(replace(plain, owners=(), mesh=0), extra, replace(W, mesh=1), meshes=(Mesh((1,), (2,)), MESH))
     two = layout(*(replace(t, mesh=0) if t.name == "model.c" else t for t in two.tensors), meshes=two.meshes)
-    check_step(COMMIT, {A: one, B: two}, WHERE)
+    check_step(COMMIT.layouts, COMMIT.world, {A: one, B: two}, WHERE)
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_step_is_whole():
 def test_step_has_holes(one, two, words):
     """A COMMIT whose layouts leave a shard unwritten, or contradict each other, is refused."""
     with pytest.raises(DamagedError, match=words):
-        check_step(COMMIT, {A: one, B: two}, WHERE)
+        check_step(COMMIT.layouts, COMMIT.world, {A: one, B: two}, WHERE)

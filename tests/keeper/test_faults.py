@@ -1,4 +1,4 @@
-"""Stores that fail under the keeper: the cause reaches the trainer, nothing counts, nothing is left, the next save works."""
+"""Stores that fail under the keeper: the trainer learns why, nothing counts, nothing is left, the next save works."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_store_that_fails_once(folder: Path, url: str, faulty: Callable[..., N
 
 
 def test_a_commit_whose_answer_is_lost(folder: Path, url: str, faulty: Callable[..., None]):
-    """COMMIT was created although the store said otherwise: the save is told as failed, and the step is not torn down."""
+    """COMMIT was created although the store said otherwise: the save has failed, and the step is not torn down."""
     faulty(wrap="faulty", operation="create", match="*/COMMIT", errno="EIO", after=True)
     with KeeperClient.connect(0) as client, pytest.raises(StoreError):
         stage(client, url, 1, 1).wait(30)
@@ -106,7 +106,7 @@ def test_what_nobody_expected_is_told_too(folder: Path, url: str, faulty: Callab
 def test_a_hanging_store_fails_the_save_and_not_the_trainer(
     folder: Path, url: str, tmp_path: Path, faulty: Callable[..., None]
 ):
-    """A write that does not return: the save fails and says how far it got; other runs and later saves are not harmed."""
+    """A write that does not return: the save fails and says how far it got; other saves are not harmed."""
     release, other = tmp_path / "release", str(tmp_path / "other")
     faulty(wrap="blocking", match="step-00000001-*/model-*", operation="write", release=release)
     with KeeperClient.connect(0) as client:

@@ -79,9 +79,9 @@ def test_chunk_bounds_follow_torch_chunk(length: int, pieces: int) -> None:
 
 def test_strided_shards_nest_inside_the_plain_shard_to_their_right() -> None:
     """FSDP over tensor parallelism: the tp cut comes first, the fsdp cut inside it."""
-    assert sharding_order(("S0/2", "S0")) == ((1, 0), (0, 0))
-    assert sharding_order(("S0", "S0")) == ((0, 0), (1, 0))
-    assert sharding_order(("R", "S0/2", "S1", "S0")) == ((2, 1), (3, 0), (1, 0))
+    assert sharding_order((2, 2), ("S0/2", "S0")) == ((1, 0), (0, 0))
+    assert sharding_order((2, 2), ("S0", "S0")) == ((0, 0), (1, 0))
+    assert sharding_order((2, 2, 2, 2), ("R", "S0/2", "S1", "S0")) == ((3, 0), (1, 0), (2, 1))
     mesh = Mesh((2, 2), (0, 1, 2, 3))
     rows = [local_box(mesh, ("S0/2", "S0"), (8, 3), rank).offsets[0] for rank in range(4)]
     assert rows == [0, 4, 2, 6]

@@ -97,9 +97,7 @@ def test_another_world_size_goes_on_at_the_very_sample(worlds):
     n, global_batch = 50, 12
     seen, state = [], None
     for turn, world in enumerate(worlds):
-        loaders = [
-            loader(n, None, global_batch_size=global_batch, seed=2, rank=r, world=world) for r in range(world)
-        ]
+        loaders = [loader(n, None, global_batch_size=global_batch, seed=2, rank=r, world=world) for r in range(world)]
         if state is not None:
             for one in loaders:
                 one.load_state_dict(state)
@@ -232,7 +230,9 @@ def test_default_collation_and_whole_batches():
     assert [batch[0].tolist() for batch in stacked] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(("what", "options"), [("seed", {"seed": 9}), ("length", {"n": 9}), ("shuffle", {"shuffle": False})])
+@pytest.mark.parametrize(
+    ("what", "options"), [("seed", {"seed": 9}), ("length", {"n": 9}), ("shuffle", {"shuffle": False})]
+)
 def test_a_position_of_another_order_is_refused(what, options):
     """Seed, length and shuffle make the order; the message says which differs."""
     state = loader(rank=0, world=1).state_dict()

@@ -204,7 +204,9 @@ def test_s01_tied_weights_load_into_an_untied_model():
 def test_s01_untied_weights_do_not_vanish_in_a_tied_model():
     """Two stored tensors and one place: a mismatch; not strict, the first name wins."""
     saved, target = tied_state(tied=False, steps=1), tied_state(seed=7)
-    with pytest.raises(MismatchError, match=r"model\.head\.weight: a tensor of its own in the step, tied to model\.emb"):
+    with pytest.raises(
+        MismatchError, match=r"model\.head\.weight: a tensor of its own in the step, tied to model\.emb"
+    ):
         wanted(target, save(saved).view(), rank=0, world=1)
     save(saved).load(target, strict=False)
     assert_same(target["model"].head.weight.detach(), saved["model"].emb.weight.detach())
@@ -466,3 +468,15 @@ def test_modules_in_lists_and_dicts():
     assert (found.missing, found.unexpected) == (["d.y"], ["nets.1", "d.x"])
     found = save(saved).load({"nets": [*target["nets"], nn.Linear(1, 1)]}, strict=False)
     assert found.missing == ["nets.2"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scripted_modules():
+    """Compiled to TorchScript, a module has the same names, and loads into the plain one."""
+    saved = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    target = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    save({"model": saved}).load({"model": target})
+    assert_same(target[0].weight.detach(), saved[0].weight.detach())
+    again = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    save({"model": target}).load({"model": again})
+    assert_same(again[0].weight.detach(), saved[0].weight.detach())

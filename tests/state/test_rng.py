@@ -33,7 +33,7 @@ def draw():
     """Numbers from each generator, an odd count of normals among them (their second half is kept for later)."""
     return (
         [random.random(), random.gauss(0, 1)],
-        np.random.rand(3).tolist() + [np.random.randn()],
+        [*np.random.rand(3).tolist(), np.random.randn()],
         torch.rand(3).tolist() + torch.randn(3).tolist(),
         torch.nn.functional.dropout(torch.ones(8)).tolist(),
     )

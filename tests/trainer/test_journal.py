@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckpt
 from trainer.journal import Journal, read_events, read_losses
 from trainer.parallel import Place
 
@@ -60,3 +61,10 @@ def test_events_of_all_ranks_meet_in_one_file(tmp_path: Path) -> None:
             journal.event("killed", any_rank=True, step=3)
     assert [(e["event"], e["rank"]) for e in read_events(path)] == [("begin", 0), ("killed", 0), ("killed", 1)]
     assert all(e["time_s"] > 1e9 for e in read_events(path))
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    """The sentence names the file and the reason."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ckpt.BadInputError, match="losses: no log can be appended to here"):
+        log(tmp_path / "file" / "losses", 0, 1, [1.0])

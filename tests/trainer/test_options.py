@@ -20,6 +20,8 @@ from trainer.train import warmup_then_cosine
         ("--run r --batch-size 10 --accumulate 4", "choose a multiple of 4"),
         ("--run r --kill-rank 1", "go together"),
         ("--run r --every 10 --kill-rank 1 --at-step 10", "is not after the first save"),
+        ("--run r --every 2 --kill-rank 1 --at-step 5", "the ranks of this job are 0 to 0"),
+        ("--run r --dropout 1", "1 is not in [0, 1)"),
         ("--run r --step 10", "unrecognized"),
     ],
 )
@@ -41,8 +43,9 @@ def test_the_batch_must_divide_among_the_ranks(
     assert "among 3 ranks" in capsys.readouterr().err
 
 
-def test_a_fault_is_due_once() -> None:
+def test_a_fault_is_due_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only at its step, only on its rank, and never in a run that restored anything."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     kill = parse(["--run", "r", "--every", "5", "--kill-rank", "1", "--at-step", "7"]).kill
     assert kill == Kill(1, 7)
     assert kill.due(1, 7, None)

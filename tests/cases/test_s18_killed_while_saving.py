@@ -1,0 +1,215 @@
+"""S18: SIGKILL at any moment of a save, to the trainer, to its keeper, or to both."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.engine.retention import prune
+from ckpt.engine.session import session_of
+from ckpt.engine.verify import verify_all
+from ckpt.keeper.client import settle
+from ckpt.keeper.place import process_identity
+from ckpt.run import Run
+from tests.ranks import PRELOAD
+
+ELEMENTS = (1 << 20) // 4
+ROUNDS = 51
+MODES = ("trainer", "keeper", "trainer, keeper", "keeper, trainer")
+LONG_S = 60.0
+
+
+def save_on(told: Connection, run: str, environment: dict[str, str]) -> None:
+    """Restore, then save one step after the other, telling what is staged and what is committed.
+
+    Told by an error that the keeper is gone, it saves once more and ends.
+    """
+    os.environ.update(environment)
+    os.dup2(os.open(f"{run}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    torch.set_num_threads(1)
+    state = {"w": torch.zeros(ELEMENTS)}
+    with ckpt.Checkpointer(run, state, keep=ckpt.keep(last=3)) as checkpointer:
+        step = checkpointer.restored_step or 0
+        assert torch.equal(state["w"], torch.full((ELEMENTS,), float(step)))
+        told.send(("restored", checkpointer.restored_step))
+        told.send(("keeper", session_of(run)._keeper().keeper_pid))
+        pendings: list[ckpt.PendingSave] = []
+        lost = 0
+        while True:
+            step += 1
+            state["w"].fill_(step)
+            try:
+                pendings.append(checkpointer.save(step))
+                if lost:
+                    pendings[-1].result(LONG_S)
+                    told.send(("committed", step))
+                    told.send(("lost", lost))
+                    return
+            except ckpt.KeeperError:
+                lost += 1
+            for pending in pendings:
+                if pending.committed:
+                    told.send(("committed", pending.step))
+                elif pending.staged:
+                    told.send(("staged", pending.step))
+
+
+def hear(ours: Connection) -> list[tuple[str, Any]]:
+    """All that a process that has ended has told."""
+    heard = []
+    with contextlib.suppress(EOFError):
+        while True:
+            heard.append(ours.recv())
+    return heard
+
+
+def highest(heard: list[tuple[str, Any]], *kinds: str) -> int:
+    return max((step for kind, step in heard if kind in kinds), default=0)
+
+
+def test_s18_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at random moments, each time the latest step verifies, is of one step throughout, and is not lost again."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    run = str(tmp_path / "run")
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "CKPT_JOB": "killed", "CKPT_LINGER_S": "10"}
+    moments = random.Random(18)
+    before, keepers, interrupted = 0, set(), 0
+    for number in range(ROUNDS):
+        mode = MODES[number % len(MODES)]
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=save_on, args=(theirs, run, environment))
+        process.start()
+        theirs.close()
+        (_, restored), (_, keeper) = ours.recv(), ours.recv()
+        assert (restored or 0) == before, f"round {number}"
+        keepers.add((keeper, process_identity(keeper)))
+        time.sleep(moments.uniform(0.005, 0.2))
+        for name in mode.split(", "):
+            os.kill(keeper if name == "keeper" else process.pid, signal.SIGKILL)
+        process.join(LONG_S)
+        heard = hear(ours)
+        ours.close()
+        assert process.exitcode == (0 if mode == "keeper" else -signal.SIGKILL), (number, mode)
+        assert settle(run, LONG_S) == []
+        if mode == "keeper":
+            assert highest(heard, "lost") >= 1
+        newest = ckpt.latest(run) or 0
+        promised = highest(heard, "committed", "staged") if mode == "trainer" else highest(heard, "committed")
+        assert newest >= max(before, promised), (number, mode, heard)
+        if newest:
+            assert ckpt.verify(run).ok, (number, mode)
+            assert torch.equal(ckpt.read(run)["w"], torch.full((ELEMENTS,), float(newest))), (number, mode)
+        before = newest
+        interrupted += sum(state.commit is None for state in Run.open(run).survey().steps)
+    assert before > ROUNDS / 4
+    assert interrupted, "no kill fell into a save"
+    steps = ckpt.steps(run)
+    prune(run, grace_s=0)
+    assert ckpt.steps(run) == steps
+    assert all(report.ok for report in verify_all(run))
+    for pid, identity in keepers:
+        if identity and process_identity(pid) == identity:
+            os.kill(pid, signal.SIGKILL)
+
+
+def truncated_shard(folder: Path) -> str:
+    (file,) = folder.glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 1)
+    return file.name
+
+
+def missing_shard(folder: Path) -> str:
+    (file,) = folder.glob("*.safetensors")
+    file.unlink()
+    return file.name
+
+
+def empty_part(folder: Path) -> str:
+    (file,) = folder.glob("part-*.json")
+    os.truncate(file, 0)
+    return file.name
+
+
+def empty_commit(folder: Path) -> str:
+    os.truncate(folder / "COMMIT", 0)
+    return "COMMIT"
+
+
+def torn_commit(folder: Path) -> str:
+    os.truncate(folder / "COMMIT", (folder / "COMMIT").stat().st_size // 2)
+    return "COMMIT"
+
+
+def data_only(folder: Path) -> str:
+    (folder / "COMMIT").unlink()
+    return "no COMMIT"
+
+
+def temporary_files_only(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / ".COMMIT.tmp").write_text("{}")
+    (folder / "tmp1234").write_bytes(b"\0" * 100)
+    return "no COMMIT"
+
+
+DEBRIS = (
+    truncated_shard,
+    missing_shard,
+    empty_part,
+    empty_commit,
+    torn_commit,
+    data_only,
+    temporary_files_only,
+)
+
+
+def test_s18_debris_is_passed_over_with_a_reason(tmp_path: Path) -> None:
+    """Steps that were cut short in every way: each is passed over by name and reason, and swept without the good one."""
+    run = tmp_path / "run"
+    for step in range(1, len(DEBRIS) + 2):
+        ckpt.save(run, step, {"w": torch.full((5000,), float(step))}, wait=True)
+    named = {}
+    for step, damage in enumerate(DEBRIS, 2):
+        (folder,) = run.glob(f"step-{step:08}-*")
+        named[step] = damage(folder)
+
+    target = {"w": torch.zeros(5000)}
+    report = ckpt.load(run, target)
+    assert report.step == 1
+    assert torch.equal(target["w"], torch.ones(5000))
+    told = {skip.step: skip.why for skip in report.skipped}
+    told |= {s.attempt.step: s.why for s in Run.open(run).survey().steps if s.commit is None}
+    assert sorted(told) == sorted(named)
+    for step, name in named.items():
+        assert name in told[step], told[step]
+        assert not ckpt_verifies(run, step)
+    assert ckpt_verifies(run, 1)
+
+    ckpt.save(run, 2, target, wait=True)  # of a new writer: from now on no older save can become a step
+    prune(run, not_live=True, grace_s=0)
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001-w1.1", "step-00000002-w2.1"]
+    assert ckpt.steps(run) == [1, 2]
+    assert all(report.ok for report in verify_all(run))
+
+
+def ckpt_verifies(run: Path, step: int) -> bool:
+    """Whether a step is there and whole."""
+    try:
+        return ckpt.verify(run, step=step).ok
+    except (ckpt.NotFoundError, ckpt.DamagedError):
+        return False
