@@ -115,7 +115,7 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     if find_spec("numpy") is not None:
-        import_module("numpy.random").seed(seed)
+        import_module("numpy.random").seed(seed % 2**32)
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor, options: Options) -> tuple[float, float]:

@@ -142,7 +142,7 @@ class ArenaPool:
                 return
             wanted = queue.popleft()
             if arena is None:
-                text = f"no arena for rank {rank}: {run} hangs in writes of saves that have failed already; see to the store"
+                text = f"no arena for rank {rank}: writes of failed saves to {run} do not return; see to the store"
                 self._refuse(wanted, SaveFailedError(text))
                 continue
             try:

@@ -1,4 +1,4 @@
-"""S10: what does not fit is all reported in one error and nothing is touched, or with strict=False the rest is loaded."""
+"""S10: one error reports all that does not fit and nothing is touched; with strict=False the rest is loaded."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sections(error: ckpt.MismatchError) -> dict[str, list[str]]:
     """First word of each title of the message -> the lines below it."""
     found: dict[str, list[str]] = {}
+    title = ""
     for line in str(error).splitlines()[1:-1]:
         if line.startswith("    "):
             found[title].append(line.strip())

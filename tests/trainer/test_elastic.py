@@ -10,6 +10,7 @@ import pytest
 import ckpt
 from tests.ranks import run_ranks
 from tests.trainer.jobs import SAMPLES, TINY, leaves, shortened, train
+from trainer.journal import read_losses
 
 EPOCH = 9  # steps of 12 sequences in which the 100 samples are read, the last step having 4 of them
 
@@ -31,6 +32,22 @@ def test_another_number_of_ranks(parallel: str, course: dict[int, int], tmp_path
     assert len(notes) == sum(course.values())
     read = [int(line) for note in notes for line in note.read_text().splitlines()]
     assert sorted(read) == list(range(SAMPLES))
+
+
+def test_the_number_of_ranks_changes_nothing_but_rounding(tmp_path: Path) -> None:
+    """One rank, three that share unequally, and three that accumulate empty pieces: the same losses to six digits."""
+    courses: dict[str, tuple[int, list[str]]] = {
+        "one": (1, []),
+        "ddp": (3, ["--parallel=ddp"]),
+        "fsdp": (3, ["--parallel=fsdp", "--accumulate=2"]),
+    }
+    losses = {}
+    for name, (world, options) in courses.items():
+        train(world, tmp_path / name, *options, "--dropout=0", "--every=100", losses=tmp_path / f"{name}.losses")
+        losses[name] = [float.fromhex(loss) for loss in read_losses(tmp_path / f"{name}.losses").values()]
+    assert len(losses["one"]) == 12
+    assert losses["ddp"] == pytest.approx(losses["one"], rel=1e-6)
+    assert losses["fsdp"] == pytest.approx(losses["one"], rel=1e-6)
 
 
 def _gather(rank: int, world: int, argv: list[str]) -> dict[str, Any]:
