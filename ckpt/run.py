@@ -89,7 +89,8 @@ class Run:
         if self._writer_numbers():
             return
         names = self.store.list()
-        if not names:
+        # A job that was killed while it made its first writer's record leaves that folder empty, and may start again.
+        if not names or (names == [WRITERS] and not self.store.list(WRITERS)):
             raise NotFoundError(
                 f"{self.url}: no run here, the folder does not exist or is empty; "
                 "check the path (a run holds writers/, layouts/ and step-* folders)"

@@ -29,6 +29,7 @@ class Arena:
         self.rank = rank
         self.state = FREE
         self.holder = 0  # the connection it is lent to
+        self.retired = False  # close it as soon as it is free
         self.used = 0  # a counter: the arena that was used longest ago is lent next
         self.nbytes = 0
         self.fd = -1
@@ -94,6 +95,8 @@ class ArenaPool:
 
     def request(self, run: str, rank: int, wanted: Wanted) -> None:
         """Ask for an arena of a rank and run."""
+        for arena in self._own(run, rank):
+            arena.retired = False
         self._waiting.setdefault((run, rank), deque()).append(wanted)
         self._serve(run, rank)
 
@@ -107,7 +110,17 @@ class ArenaPool:
     def free(self, arena: Arena) -> None:
         """The snapshot in it is durable, or given up: lend it to the next."""
         arena.state, arena.holder = FREE, 0
+        if arena.retired:
+            del self._arenas[arena.number]
+            arena.close()
         self._serve(arena.run, arena.rank)
+
+    def retire(self, run: str, rank: int) -> None:
+        """Nobody will ask for this rank's arenas of the run again soon: give their memory back when they are free."""
+        for arena in self._own(run, rank):
+            arena.retired = True
+            if arena.state == FREE:
+                self.free(arena)
 
     def stick(self, arena: Arena) -> None:
         """A failed save still reads from it, in a write that does not return; ``free`` when it does."""

@@ -44,8 +44,8 @@ class Lane:
         self._post = post
         self._opening = threading.Lock()
         self._run: Run | None = None
-        self._saves: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        self._works: dict[int, queue.SimpleQueue[tuple[Save, Work]]] = {}
+        self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._works: dict[int, queue.SimpleQueue[tuple[Save, Work] | None]] = {}
         threading.Thread(target=self._settle_all, name="settle", daemon=True).start()
 
     def begin(self, save: Save) -> None:
@@ -60,6 +60,12 @@ class Lane:
             threading.Thread(target=self._write_all, args=(works,), name=f"write-{rank}", daemon=True).start()
         self._works[rank].put((save, work))
 
+    def stop(self) -> None:
+        """End its threads; nothing may be under way."""
+        self._saves.put(None)
+        for works in self._works.values():
+            works.put(None)
+
     def _open(self) -> Run:
         with self._opening:
             if self._run is None:
@@ -67,8 +73,7 @@ class Lane:
             return self._run
 
     def _settle_all(self) -> None:
-        while True:
-            save = self._saves.get()
+        while (save := self._saves.get()) is not None:
             warnings: list[str] = []
             try:
                 warnings = control.settle(self._open(), save)
@@ -81,12 +86,11 @@ class Lane:
                 log.problem(f"{self.url}: {warning}")
             self._post(Settled(save, tuple(warnings), time.monotonic()))
 
-    def _write_all(self, works: queue.SimpleQueue[tuple[Save, Work]]) -> None:
-        while True:
-            save, work = works.get()
-            self._write(save, work)
-            self._post(Written(save, work))
-            del save, work  # a large task is not kept until the next one comes
+    def _write_all(self, works: queue.SimpleQueue[tuple[Save, Work] | None]) -> None:
+        while (next_work := works.get()) is not None:
+            self._write(*next_work)
+            self._post(Written(*next_work))
+            del next_work  # a large task is not kept until the next one comes
 
     def _write(self, save: Save, work: Work) -> None:
         task = work.task

@@ -229,7 +229,7 @@ class Keeper:
             self._selector.unregister(connection.pidfd)
         del self._connections[connection.number]
         connection.close()
-        self._registry.pool.drop_holder(connection.number)
+        self._registry.connection_left(connection.number, done=done)
         rank = connection.rank
         if rank is None:
             return
@@ -253,7 +253,7 @@ class Keeper:
                 self._drop(connection, done=message.done)
             case protocol.ArenaRequest() if connection.rank is not None:
                 wanted = Wanted(connection.number, message.request, message.nbytes)
-                self._registry.pool.request(message.run, connection.rank, wanted)
+                self._registry.request_arena(message.run, connection.rank, wanted)
             case protocol.ArenaRelease():
                 self._registry.pool.free(self._registry.pool.granted(connection.number, message.arena))
             case protocol.Persist() if connection.rank is not None:

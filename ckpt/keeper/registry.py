@@ -42,6 +42,7 @@ class Registry:
         self._post = post
         self.pool = ArenaPool(self._grant, self._refuse)
         self._lanes: dict[str, Lane] = {}
+        self._users: dict[tuple[str, int], set[int]] = {}  # (run, rank) -> connections that save to it
         self._saves: dict[SaveKey, Save] = {}
         self._ended: OrderedDict[SaveKey, Failure | None] = OrderedDict()
         self._deaths: dict[int, Death] = {}  # by rank
@@ -55,6 +56,11 @@ class Registry:
     def _refuse(self, wanted: Wanted, error: CkptError) -> None:
         log.problem(str(error))
         self._answer(wanted.holder, _failed(wanted.request, error), None)
+
+    def request_arena(self, run: str, rank: int, wanted: Wanted) -> None:
+        """A trainer wants to save to a run."""
+        self._users.setdefault((run, rank), set()).add(wanted.holder)
+        self.pool.request(run, rank, wanted)
 
     # -- saves -----------------------------------------------------------------------------
 
@@ -151,12 +157,29 @@ class Registry:
                 warnings=event.warnings,
             )
             self._answer(work.holder, protocol.Saved(work.request, result), None)
+        self._stop_if_idle(save.run)
 
     # -- trainers that come and die --------------------------------------------------------
 
     def rank_came(self, rank: int) -> None:
         """A trainer has connected."""
         self._deaths.pop(rank, None)
+
+    def connection_left(self, number: int, *, done: bool) -> None:
+        """A connection has ended. If its rank is done, memory and threads for runs that nobody else saves to go."""
+        self.pool.drop_holder(number)
+        for (run, rank), users in list(self._users.items()):
+            users.discard(number)
+            if not users:
+                del self._users[run, rank]
+                if done:
+                    self.pool.retire(run, rank)
+                self._stop_if_idle(run)
+
+    def _stop_if_idle(self, run: str) -> None:
+        used = any(user == run for user, _ in self._users) or any(saved == run for saved, _ in self._saves)
+        if not used and run in self._lanes and not self._stuck:
+            self._lanes.pop(run).stop()
 
     def rank_died(self, rank: int, pid: int, newest_connection: int) -> None:
         """A trainer's process has ended without bye: saves that it has not staged fail."""

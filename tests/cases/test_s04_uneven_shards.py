@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -25,23 +26,27 @@ def values() -> dict[str, torch.Tensor]:
     return found | {"empty": torch.empty(0), "empty rows": torch.empty(0, 3, dtype=torch.int32)}
 
 
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
 def cut(whole: torch.Tensor, mesh: DeviceMesh, dims: list[int | None]) -> DTensor:
     """This rank's shard by the ``torch.chunk`` rule, one mesh dimension after the other; None replicates."""
-    local = whole
+    mine = whole
     for mesh_dim, (size, dim) in enumerate(zip(mesh.shape, dims, strict=True)):
         if dim is not None:
-            pieces = local.chunk(size, dim) if local.shape[dim] else (local,)
+            pieces = mine.chunk(size, dim) if mine.shape[dim] else (mine,)
             coordinate = mesh.get_coordinate()[mesh_dim]
-            local = pieces[coordinate] if coordinate < len(pieces) else local.narrow(dim, 0, 0)
+            mine = pieces[coordinate] if coordinate < len(pieces) else mine.narrow(dim, 0, 0)
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     shape, stride = whole.shape, whole.stride()
-    return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(mine.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def spread(world: int, wholes: dict[str, torch.Tensor], *, crosswise: bool = False) -> dict[str, torch.Tensor]:
     """Each whole tensor as this rank holds it. ``crosswise`` cuts rows where it cut columns and the reverse."""
-    line = init_device_mesh("cpu", (world,))
-    grid = init_device_mesh("cpu", (2, 2)) if world == 4 else None
+    line, grid = mesh_of(world), mesh_of(2, 2) if world == 4 else None
     swap = {0: 1, 1: 0, None: None} if crosswise else {0: 0, 1: 1, None: None}
     words = {"S0": 0, "S1": 1, "R": None}
     state = {}
@@ -60,12 +65,19 @@ def spread(world: int, wholes: dict[str, torch.Tensor], *, crosswise: bool = Fal
 def save(rank: int, world: int, run: str) -> None:
     """All of them in one step; and a single row in another run."""
     ckpt.save(run, 1, {"t": spread(world, values())}, wait=True)
-    row = cut(values()["rows 1"], init_device_mesh("cpu", (world,)), [0])
+    row = cut(values()["rows 1"], mesh_of(world), [0])
     ckpt.save(f"{run}-one-row", 1, {"only": row}, wait=True)
 
 
-def load(rank: int, world: int, folder: str) -> list[tuple[int, bool, dict[str, torch.Tensor]]]:
-    """Every saving world's step into tensors of other numbers, cut the same way and crosswise; gathered."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def load(rank: int, world: int, folder: str) -> tuple[list[tuple[str, bool]], dict[str, torch.Tensor]]:
+    """Every saving world's step into tensors of other numbers, cut the same way and crosswise.
+
+    Each shard is compared with what ``torch.chunk`` cuts from the whole; the last load is gathered as well.
+    """
     outcomes = []
     for saved_world in SAVING:
         for crosswise in (False, True):
@@ -73,12 +85,12 @@ def load(rank: int, world: int, folder: str) -> list[tuple[int, bool, dict[str, 
             state = {"t": spread(world, others, crosswise=crosswise)}
             report = ckpt.load(f"{folder}/{saved_world}", state)
             assert report.missing == report.unexpected == report.mismatched == ()
-            gathered = {
-                name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                for name, tensor in state["t"].items()
-            }
-            outcomes.append((saved_world, crosswise, gathered))
-    return outcomes
+            for name, tensor in spread(world, values(), crosswise=crosswise).items():
+                found, expected = local(state["t"][name]), local(tensor)
+                equal = found.dtype == expected.dtype and torch.equal(found, expected)
+                outcomes.append((f"{name}: W={saved_world}, W2={world}, crosswise={crosswise}", equal))
+    gathered = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state["t"].items()}
+    return outcomes, gathered
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +104,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world", LOADING)
 def test_s04_uneven_rows_every_world(folder: Path, world: int) -> None:
-    """Every (length, W, W2), every placement: gathered on each rank, the numbers are the saved ones."""
-    for outcomes in run_ranks(world, load, str(folder)):
-        assert len(outcomes) == 2 * len(SAVING)
-        for saved_world, crosswise, found in outcomes:
-            for name, whole in values().items():
-                where = f"{name}: W={saved_world}, W2={world}, crosswise={crosswise}"
-                assert found[name].dtype == whole.dtype, where
-                assert torch.equal(found[name], whole), where
+    """Every (length, W, W2), every placement: each rank's shard is its part of the saved numbers."""
+    for outcomes, gathered in run_ranks(world, load, str(folder)):
+        assert len(outcomes) == 2 * len(SAVING) * len(values())
+        assert [where for where, equal in outcomes if not equal] == []
+        for name, whole in values().items():
+            assert torch.equal(gathered[name], whole), name
 
 
 def test_s04_ranks_that_own_nothing_take_part(folder: Path) -> None:

@@ -133,16 +133,12 @@ def test_s05_every_dtype_reshards_two_to_one(sharded) -> None:
 def test_s05_every_dtype_is_exported(sharded, tmp_path: Path) -> None:
     """``ckpt restore`` of both encodings, and to both formats, holds the same bytes, as other readers see them."""
     wanted = {"raw-safetensors": "raw", "zstd-safetensors": "zstd", "zstd-torch": "zstd"}
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "ckpt.cli", "restore", sharded[encode], tmp_path / name]
-            + ["--format", name.partition("-")[2]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    started = {}
+    for name, encode in wanted.items():
+        command = ["restore", sharded[encode], tmp_path / name, "--format", name.partition("-")[2]]
+        started[name] = subprocess.Popen(
+            [sys.executable, "-m", "ckpt.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for name, encode in wanted.items()
-    }
     for name, process in started.items():
         output, _ = process.communicate(timeout=100)
         assert process.returncode == 0, (name, output)

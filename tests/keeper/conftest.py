@@ -31,6 +31,19 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = GONE
         time.sleep(0.005)
 
 
+def read_if_there(path: Path) -> str:
+    """A file's text; "" when it has gone meanwhile."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def is_identity(text: str) -> bool:
+    """Whether the process that a lock file names is alive."""
+    return text != "" and process_identity(int(text.partition(".")[0])) == text
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is such a process, zombies not counted."""
     return process_identity(pid) != ""
@@ -119,8 +132,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield place
         deadline = time.monotonic() + GONE_S
         while time.monotonic() < deadline:
-            keepers = {text for path in place.glob("*.lock") if (text := path.read_text())}
-            keepers = {text for text in keepers if process_identity(int(text.partition(".")[0])) == text}
+            keepers = {text for path in place.glob("*.lock") if is_identity(text := read_if_there(path))}
             if not keepers:
                 break
             time.sleep(0.01)

@@ -175,6 +175,21 @@ def test_status(folder: Path, url: str):
     assert statuses() == []
 
 
+def test_runs_that_are_done_keep_nothing(folder: Path, tmp_path: Path):
+    """A process that saves to one run after the other does not gather arenas, threads and descriptors in the keeper."""
+    with KeeperClient.connect(0) as stays:
+        proc = f"/proc/{stays.keeper_pid}"
+        idle = len(os.listdir(f"{proc}/fd"))
+        for number in range(12):
+            with KeeperClient.connect(0) as client:
+                stage(client, str(tmp_path / f"run-{number}"), 1, 1)
+        wait_for(lambda: statuses()[0].arenas == statuses()[0].saves == (), "arenas and saves are gone")
+        wait_for(lambda: len(os.listdir(f"{proc}/task")) == 1, "threads are gone")
+        wait_for(lambda: len(os.listdir(f"{proc}/fd")) == idle, "descriptors are gone")
+    for number in range(12):
+        assert folders(str(tmp_path / f"run-{number}")) == ["step-00000001-w1.1"]
+
+
 def test_a_hundred_saves_keep_no_descriptors(trainers: Trainers, url: str):
     """Neither keeper nor trainer has more open files after a hundred saves than after two."""
     rank = trainers(0)

@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else f"[red]The losses differ at steps {differing or 'that one log lacks'}.[/red]"
     )
     console.print(
-        f"All {compared} values and tensors of the final state are the same too: weights, optimizer, schedule, data."
+        f"All {compared} tensors and values of the final state are the same too: weights, optimizer, schedule,"
+        " position in the data, random generators."
         if same_state
         else "[red]The final states differ.[/red]"
     )
