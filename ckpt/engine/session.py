@@ -100,7 +100,6 @@ class Session:
         self._saves = 0
         self._plan_key: tuple[str, ...] = ()
         self._plan: SavePlan | None = None
-        self._client: KeeperClient | None = None
         self.pending: list[PendingSave] = []
 
     # -- opening ---------------------------------------------------------------------------
@@ -112,27 +111,30 @@ class Session:
             self.writer = None
         self._fenced = None
 
-    def _open(self) -> Writer:
+    def _open(self, step: int) -> Writer:
         if self.writer is None:
-            self.writer = self.ranks.from_first(self._create_writer)
+            self.writer = self.ranks.from_first(lambda: self._create_writer(step))
             self._saves = 0
             self._last_step = self.writer.resumed_from
+        elif self._last_step is not None:
+            self._refuse_earlier(step, self._last_step)
         return self.writer
 
-    def _create_writer(self) -> Writer:
+    def _create_writer(self, step: int) -> Writer:
         resumed_from = self.loaded_step
         if resumed_from is None:
             newest = next((s for s in self.run.live_steps() if s.commit is not None), None)
             resumed_from = None if newest is None else newest.attempt.step
+        if resumed_from is not None:
+            self._refuse_earlier(step, resumed_from)  # before the record: it would fence whoever writes now
         return self.run.open_writer(job=job_name(), world=self.ranks.world, resumed_from=resumed_from)
 
-    def _keeper(self) -> KeeperClient:
-        if self._client is None or not self._client.alive:
-            if self._client is not None:
-                print("ckpt: the keeper is gone; starting another one", file=sys.stderr)
-                self._client.close(done=False)
-            self._client = KeeperClient.connect(self.ranks.rank)
-        return self._client
+    def _refuse_earlier(self, step: int, last: int) -> None:
+        if step < last:
+            raise BadInputError(
+                f"{self.run.url}: step {step} is before step {last}, which this run has already; "
+                "load the step to go on from first, roll the run back, or save to another folder"
+            )
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -150,13 +152,14 @@ class Session:
         started = time.perf_counter()
         ranks = self.ranks
 
-        def look() -> tuple[Prepared, tuple[int, str, str]]:
+        def look() -> tuple[tuple[Prepared, KeeperClient], tuple[int, str, str]]:
             self._raise_standing()
             whole_number(step, "step", least=0)
             prepared = prepare(state, ranks.rank, ranks.world)
-            return prepared, (step, prepared.structure.digest(), prepared.values_digest())
+            told = (step, prepared.structure.digest(), prepared.values_digest())
+            return (prepared, keeper_client(ranks.rank)), told
 
-        prepared, looks = ranks.exchange(look)
+        (prepared, client), looks = ranks.exchange(look)
         if any(found != step for found, _, _ in looks):
             raise BadInputError(f"the ranks save different steps: {[found for found, _, _ in looks]}")
         if len({digest for _, _, digest in looks}) > 1:
@@ -165,12 +168,7 @@ class Session:
         if self._plan is None or key != self._plan_key:
             self._plan = make_plan(ranks, prepared, key)
             self._plan_key = key
-        writer = self._open()
-        if self._last_step is not None and step < self._last_step:
-            raise BadInputError(
-                f"{self.run.url}: step {step} is before step {self._last_step}, which this run has already; "
-                "load the step to go on from first, roll the run back, or save to another folder"
-            )
+        writer = self._open(step)
         self._saves += 1
         self._last_step = step
         attempt = Attempt(step, writer.number, self._saves)
@@ -178,7 +176,6 @@ class Session:
         rank_tensors = tuple(RankTensor(t.name, t.dtype, t.shape, t.kind) for t in flat.rank_tensors)
         plan = self._plan
         files, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
-        client = self._keeper()
         try:
             arena = client.arena(arena_nbytes, self.run.url)
             _fill(arena.view, files, flat, ranks.rank)
@@ -237,12 +234,6 @@ class Session:
         self.raise_untold()
         return report
 
-    def close(self) -> None:
-        """Say bye to the keeper, which ends when its job is done."""
-        if self._client is not None:
-            self._client.close(done=True)
-            self._client = None
-
 
 def _fill(view: memoryview, files: list[ArenaFile], flat: FlatState, rank: int) -> None:
     leaves: dict[str, TensorLeaf] = {leaf.name: leaf for leaf in (*flat.tensors, *flat.rank_tensors)}
@@ -284,6 +275,18 @@ def job_name() -> str:
 
 
 _sessions: dict[tuple[str, int], Session] = {}
+_clients: dict[int, KeeperClient] = {}  # rank -> this process's connection to its job's keeper
+
+
+def keeper_client(rank: int) -> KeeperClient:
+    """This process's connection to its keeper, which is started when there is none. Raises KeeperError."""
+    client = _clients.get(rank)
+    if client is None or not client.alive:
+        if client is not None:
+            print("ckpt: the keeper is gone; starting another one", file=sys.stderr)
+            client.close(done=False)
+        client = _clients[rank] = KeeperClient.connect(rank)
+    return client
 
 
 def session_of(url: str | os.PathLike[str]) -> Session:
@@ -307,5 +310,7 @@ def _end_all() -> None:
             session.drain()
         except (CkptError, TimeoutError) as error:
             print(f"ckpt: {error}", file=sys.stderr)
-        session.close()
+    for client in _clients.values():
+        client.close(done=True)
+    _clients.clear()
     _sessions.clear()

@@ -199,3 +199,22 @@ def test_import_does_not_import_torch() -> None:
     """The command line must start fast."""
     code = "import ckpt, sys; ckpt.CkptError; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_refused_step_opens_no_writer(tmp_path: Path) -> None:
+    """A mistake must not fence whoever writes the run now."""
+    run = tmp_path / "run"
+    code = "import ckpt, sys; ckpt.save(sys.argv[1], 5, {'x': 1}, wait=True)"
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True)
+    with pytest.raises(ckpt.BadInputError, match="step 3 is before step 5"):
+        ckpt.save(run, 3, {"x": 1})
+    assert [path.name for path in (run / "writers").iterdir()] == ["000001.json"]
+
+
+def test_many_runs_share_one_connection(tmp_path: Path) -> None:
+    """A process has one keeper, whatever number of runs it saves to."""
+    ckpt.save(tmp_path / "first", 1, {"x": torch.ones(3)}, wait=True)
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(5):
+        ckpt.save(tmp_path / str(i), 1, {"x": torch.ones(3)}, wait=True)
+    assert len(os.listdir("/proc/self/fd")) == before
