@@ -93,9 +93,10 @@ def kill_again_and_again(run: str, rounds: int, seed: int) -> tuple[int, int]:
             for name in mode.split(", "):
                 os.kill(keeper if name == "keeper" else process.pid, signal.SIGKILL)
             heard = hear(ours)
+        except BaseException:
+            process.kill()
+            raise
         finally:
-            if mode != "keeper":
-                process.kill()
             process.join(LONG_S)
             ours.close()
         assert process.exitcode == (0 if mode == "keeper" else -signal.SIGKILL), (number, mode)
