@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -31,13 +32,12 @@ class Buffer:
 
 
 def copy_s(tensors: Sequence[torch.Tensor], buffer: Buffer) -> float:
-    """Seconds to copy ``tensors`` (on the CPU, contiguous) one after the other into ``buffer``."""
+    """Seconds to copy ``tensors`` (on the CPU, contiguous) one after the other into ``buffer``, by memmove."""
     begin = time.perf_counter()
-    at = 0
+    at = buffer.tensor.data_ptr()
     for tensor in tensors:
-        flat = tensor.view(-1).view(torch.uint8)
-        buffer.tensor[at : at + flat.numel()].copy_(flat)
-        at += flat.numel()
+        ctypes.memmove(at, tensor.data_ptr(), tensor.nbytes)
+        at += tensor.nbytes
     return time.perf_counter() - begin
 
 

@@ -67,7 +67,7 @@ class Row:
 ROWS = (
     Row("ckpt stall", "dcp async stall"),
     Row("ckpt stall", "floor copy"),
-    Row("ckpt durable save", "dcp save"),
+    Row("ckpt durable save", "dcp save", bound=0.6),
     Row("ckpt durable save", "floor write"),
     Row("ckpt cold load", "dcp cold load"),
     Row("ckpt cold load", "floor cold read"),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from ckpt.engine.ranks import Ranks
+from ckpt.engine.reading import fetch_all
 from ckpt.engine.session import Session, session_of
-from ckpt.engine.tensors import StepReader
+from ckpt.engine.tensors import Fetch, StepReader
 from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError
 from ckpt.format.commit import Attempt, Commit
 from ckpt.keeper.client import settle
@@ -149,14 +150,13 @@ def _load_step(
     if strict:
         ranks.all_or_none(target.refuse_misfits)
 
-    def fill() -> None:
+    def fill() -> int:
         try:
-            for read in target.reads:
-                fill_tensor(reader, read)
+            return fill_tensors(reader, target.reads)
         except DamagedError as error:
             raise _SpoiledError(f"{error}; part of the state was filled already and must not be used") from None
 
-    _of_all(ranks, fill, spoiled=True)
+    nbytes = _of_all(ranks, fill, spoiled=True)
     ranks.all_or_none(target.apply)
     return LoadReport(
         step=found.attempt.step,
@@ -166,7 +166,7 @@ def _load_step(
         mismatched=tuple(str(mismatch) for mismatch in target.mismatched),
         ignored=tuple(target.ignored),
         skipped=skipped,
-        bytes_read=reader.bytes_read,
+        bytes_read=nbytes,
     )
 
 
@@ -205,18 +205,27 @@ def _own_tensors(reader: StepReader, rank: int) -> dict[str, StoredTensor]:
     return {t.name: StoredTensor(t.dtype, t.shape, t.kind) for t in reader.rank_tensors(rank)}
 
 
-def fill_tensor(reader: StepReader, read: Read) -> None:
-    """Carry out one read, straight into the target's memory where that is possible."""
-    dest, dtype = read.dest, dtype_of(read.dtype)
-    if dest.dtype == dtype:
-        dest = as_integers(dest)  # torch copies those whatever their strides and device, which it does not every dtype
-        dtype = dest.dtype
-    direct = dest.device.type == "cpu" and dest.dtype == dtype and dest.is_contiguous()
-    buffer = dest if direct else torch.empty(dest.shape, dtype=dtype)
-    reader.read(read.name, read.box, memory_of(buffer), rank=read.rank)
-    if not direct:
+def fill_tensors(reader: StepReader, reads: Iterable[Read]) -> int:
+    """Carry out all reads; the bytes of tensors that came.
+
+    What is contiguous in host memory is filled in place, many at a time. Any other target (on a device,
+    strided, of another dtype) gets its bytes through a buffer of its own size, one after the other.
+    """
+    straight: list[Fetch] = []
+    nbytes = 0
+    for read in reads:
+        dest, dtype = read.dest, dtype_of(read.dtype)
+        if dest.dtype == dtype:
+            dest = as_integers(dest)  # torch copies those whatever their strides and device, not so every dtype
+            dtype = dest.dtype
+        if dest.device.type == "cpu" and dest.dtype == dtype and dest.is_contiguous():
+            straight.extend(reader.fetches(read.name, read.box, memory_of(dest), rank=read.rank))
+            continue
+        buffer = torch.empty(dest.shape, dtype=dtype)
+        nbytes += fetch_all(reader, reader.fetches(read.name, read.box, memory_of(buffer), rank=read.rank))
         with torch.no_grad():
             dest.copy_(buffer)
+    return nbytes + fetch_all(reader, straight)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -240,8 +249,7 @@ def read_step(run: Run, attempt: Attempt, commit: Commit) -> dict[str, Any]:
     """``read`` of one attempt."""
     reader = StepReader(run, attempt, commit)
     tree, reads = read_tree(stored_state(reader, None, 0))
-    for item in reads:
-        fill_tensor(reader, item)
+    fill_tensors(reader, reads)
     return tree
 
 

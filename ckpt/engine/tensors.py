@@ -7,9 +7,10 @@ buffer plus one chunk.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,7 +25,7 @@ from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.format.values import decode
 from ckpt.plan.boxes import Box, LayoutBoxes, whole_box
 from ckpt.plan.files import Entry, file_tables
-from ckpt.plan.load import Copy, Placed, entry_reads
+from ckpt.plan.load import ChunkRead, Copy, Placed, entry_reads
 from ckpt.run import Run, StepState
 
 CACHED_SHARDS = 500_000  # of all ranks together; some 150 bytes each
@@ -84,7 +85,7 @@ def check_digest(view: memoryview | bytes, expected: str, where: str) -> None:
 class StepReader:
     """One committed step, opened for reading. Cheap to make: layouts and parts are read when first needed.
 
-    Used by one thread at a time.
+    Used by one thread at a time, but for ``fetch`` and ``fetch_together``.
     """
 
     def __init__(self, run: Run, attempt: Attempt, commit: Commit) -> None:
@@ -100,8 +101,6 @@ class StepReader:
         self._tables: OrderedDict[int, dict[tuple[str, Box], tuple[FileShards, Placed]]] = OrderedDict()
         self._own: dict[int, tuple[RankTensor, ...]] = {}
         self._cached_shards = 0
-        self._bounce = bytearray()
-        self.bytes_read = 0  # of tensors, as they are in memory
 
     @classmethod
     def open(cls, run: Run, step: int | None = None) -> StepReader:
@@ -240,6 +239,17 @@ class StepReader:
         With ``rank`` it is the tensor of that name that only that rank has. DamagedError names
         file, tensor and chunk; ``into`` is then spoiled.
         """
+        for fetch in self.fetches(name, box, into, rank=rank):
+            self.fetch(fetch)
+            if advance is not None:
+                advance(fetch.chunk.nbytes)
+
+    def fetches(self, name: str, box: Box | None, into: memoryview, *, rank: int | None = None) -> Iterator[Fetch]:
+        """What ``read`` reads, chunk by chunk; to be carried out by ``fetch`` in any order, by any thread.
+
+        Reads layouts and parts, no tensors. When it has been walked to its end, every element of the
+        box is in one of the fetches; else it raises DamagedError.
+        """
         if rank is None:
             digest, tensor = self._home(name)
             name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
@@ -252,16 +262,46 @@ class StepReader:
         if not box.numel:
             return
         holders = [(rank, whole_box(shape))] if rank is not None else self.layout_boxes(digest).holders(tensor, box)
-        filled = 0
+        filled, target = 0, into.cast("B")
         for holder, piece in holders:
             file, placed = self._placed(holder, name, piece)
-            self._read_shard(holder, file.file, placed, box, into.cast("B"), advance)
+            for chunk in entry_reads(holder, placed, box):
+                yield Fetch(file.file, chunk, box, target)
             common = piece.intersect(box)
             filled += common.numel if common is not None else 0
         if filled != box.numel:
             raise DamagedError(
                 f"{self.where('COMMIT')}: {name}{box}: the shards in its layouts fill {filled} of {box.numel} elements"
             )
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Read one chunk, check it, and put its elements where they go. Safe to call from several threads at once."""
+        file, chunk = fetch.file, fetch.chunk
+        if chunk.target_offset is not None:
+            view = fetch.into[chunk.target_offset : chunk.target_offset + chunk.nbytes]
+            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view)
+        else:
+            view = _bounce(chunk.nbytes)
+            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view)
+            scatter(view, chunk.copies, fetch.into, fetch.box, DTYPE_NBYTES[chunk.entry.dtype])
+
+    def fetch_together(self, fetches: Sequence[Fetch]) -> None:
+        """The same for neighbouring small chunks of one raw file, in the order of their offsets, with one read."""
+        if len(fetches) == 1:
+            self.fetch(fetches[0])
+            return
+        file, start = fetches[0].file, fetches[0].chunk.offset
+        last = fetches[-1].chunk
+        span = _bounce(last.offset + last.nbytes - start)
+        self._read_raw(file, start, span)
+        for fetch in fetches:
+            chunk = fetch.chunk
+            view = span[chunk.offset - start : chunk.offset - start + chunk.nbytes]
+            check_digest(view, file.chunks[chunk.index], self._what(file, chunk.entry, chunk.offset))
+            if chunk.target_offset is not None:
+                fetch.into[chunk.target_offset : chunk.target_offset + chunk.nbytes] = view
+            else:
+                scatter(view, chunk.copies, fetch.into, fetch.box, DTYPE_NBYTES[chunk.entry.dtype])
 
     def _rank_tensor(self, rank: int, name: str) -> RankTensor:
         for tensor in self.rank_tensors(rank):
@@ -287,24 +327,31 @@ class StepReader:
 
         ``index`` is its place among the file's chunks, ``offset`` its place in the payload.
         """
-        key, nbytes = self.run.key(self.attempt, file.name), into.nbytes
-        what = f"{self.where(file.name)}: {chunk_text(entry, offset)}"
+        what = self._what(file, entry, offset)
+        if file.encoding == RAW:
+            expected = file.chunks[index]
+            self._read_raw(file, offset, into)
+        else:
+            packed = file.packed[index]
+            expected = packed.digest
+            if packed.nbytes > into.nbytes:  # it would have been stored raw
+                raise DamagedError(f"{what}: {packed.nbytes} bytes stored for {into.nbytes}")
+            stored = bytearray(packed.nbytes)
+            self._read_at(file, packed.offset, memoryview(stored))
+            into[:] = decode_chunk(stored, packed.encoding, into.nbytes, what)
+        check_digest(into, expected, what)
+
+    def _what(self, file: DataFile, entry: Entry, offset: int) -> str:
+        return f"{self.where(file.name)}: {chunk_text(entry, offset)}"
+
+    def _read_raw(self, file: DataFile, offset: int, into: memoryview) -> None:
+        self._read_at(file, file.header_nbytes + offset, into)
+
+    def _read_at(self, file: DataFile, offset: int, into: memoryview) -> None:
         try:
-            if file.encoding == RAW:
-                expected = file.chunks[index]
-                self.run.store.read_into(key, file.header_nbytes + offset, into)
-            else:
-                packed = file.packed[index]
-                expected = packed.digest
-                if packed.nbytes > nbytes:  # it would have been stored raw
-                    raise DamagedError(f"{what}: {packed.nbytes} bytes stored for {nbytes}")
-                stored = bytearray(packed.nbytes)
-                self.run.store.read_into(key, packed.offset, memoryview(stored))
-                into[:] = decode_chunk(stored, packed.encoding, nbytes, what)
+            self.run.store.read_into(self.run.key(self.attempt, file.name), offset, into)
         except NotFoundError:
             raise DamagedError(f"{self.where(file.name)}: missing, though COMMIT needs it") from None
-        check_digest(into, expected, what)
-        self.bytes_read += nbytes
 
     def _placed(self, rank: int, name: str, piece: Box) -> tuple[FileShards, Placed]:
         if rank not in self._tables:
@@ -324,22 +371,25 @@ class StepReader:
             raise DamagedError(f"{self.where(self.commit.parts[rank].name)}: has no shard {name}{piece}")
         return found
 
-    def _read_shard(
-        self, rank: int, file: DataFile, placed: Placed, box: Box, into: memoryview, advance: Advance | None
-    ) -> None:
-        """Copy what one shard has of ``box`` into ``into``, chunk by chunk."""
-        for chunk in entry_reads(rank, placed, box):
-            if chunk.target_offset is not None:
-                view = into[chunk.target_offset : chunk.target_offset + chunk.nbytes]
-                self.read_chunk(file, placed.entry, chunk.index, chunk.offset, view)
-            else:
-                if len(self._bounce) < chunk.nbytes:
-                    self._bounce = bytearray(min(CHUNK_NBYTES, max(chunk.nbytes, 2 * len(self._bounce))))
-                view = memoryview(self._bounce)[: chunk.nbytes]
-                self.read_chunk(file, placed.entry, chunk.index, chunk.offset, view)
-                scatter(view, chunk.copies, into, box, DTYPE_NBYTES[placed.entry.dtype])
-            if advance is not None:
-                advance(chunk.nbytes)
+
+class Fetch(NamedTuple):
+    """One chunk to read for a target: ``into`` are the bytes of all of ``box``."""
+
+    file: DataFile
+    chunk: ChunkRead
+    box: Box
+    into: memoryview
+
+
+_memory = threading.local()
+
+
+def _bounce(nbytes: int) -> memoryview:
+    """This thread's buffer, used until its next call."""
+    buffer: bytearray = getattr(_memory, "buffer", bytearray())
+    if len(buffer) < nbytes:
+        buffer = _memory.buffer = bytearray(max(nbytes, min(CHUNK_NBYTES, 2 * len(buffer))))
+    return memoryview(buffer)[:nbytes]
 
 
 def chunk_text(entry: Entry, offset: int) -> str:

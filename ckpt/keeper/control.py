@@ -109,11 +109,22 @@ class _Settling:
         try:
             found = self.run.read_commit(self.save.attempt)
         except NotFoundError:
-            return False
+            return self._was_let_go()
         for rank in self.save.works:
             if rank in self.save.seen:  # else it has failed just now
                 _check_pinned(found, self.save.seen[rank])
         return True
+
+    def _was_let_go(self) -> bool:
+        """Whether COMMIT came and went before this node looked: retention has deleted the step for a newer one.
+
+        Told by the durable part written here, which a failed save leaves alone on other nodes, and by the newer step.
+        """
+        mine = next(iter(self.save.seen.values()), None)
+        if mine is None or self.run.store.exists(self.run.key(self.save.attempt, mine.ref.name)):
+            return False
+        newest = next((state.attempt for state in self.run.live_steps() if state.commit is not None), None)
+        return newest is not None and newest.step >= self.save.attempt.step
 
     def _look(self) -> bool:
         """List the attempt's folder; whether something new was in it."""
@@ -126,7 +137,8 @@ class _Settling:
         if self.save.coordinating:
             for rank in self.save.missing:
                 name = part_name(rank, self.save.world)
-                if name in new and rank not in self.save.works:
+                # Also one that was listed before: a keeper coordinates only once its rank 0 has staged.
+                if name in self.names and rank not in self.save.works:
                     self.save.saw(commit.read_part(self.run, self.save.attempt, self.save.world, rank, name))
         if new:
             self.save.stirred()

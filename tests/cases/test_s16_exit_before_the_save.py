@@ -18,7 +18,7 @@ import torch
 
 import ckpt
 from ckpt.engine.retention import prune
-from ckpt.engine.session import session_of
+from ckpt.engine.session import keeper_client
 from ckpt.keeper.client import settle
 from ckpt.testing import store_env
 from tests.ranks import PRELOAD, run_ranks
@@ -159,7 +159,7 @@ def die_with_the_keeper(_rank: int, _world: int, run: str, waiting: str) -> None
     pending = ckpt.save(run, 5, state(5))
     while not os.path.exists(waiting):
         assert not pending.done
-    os.kill(session_of(run)._keeper().keeper_pid, signal.SIGKILL)
+    os.kill(keeper_client(0).keeper_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -92,30 +91,17 @@ def save_first(_rank: int, _world: int, run: str) -> None:
         checkpointer.save(1)
 
 
-def save_second(run: str, job: str, crash: dict[str, Any]) -> None:
-    """Restore step 1 and save step 2 through a keeper of its own, which dies."""
-    os.environ.update(store_env({"wrap": "crash", "program": "keeper", **crash}), CKPT_JOB=job)
+def save_second(_rank: int, _world: int, run: str) -> str:
+    """Restore step 1 and save step 2, through a keeper that may die; the error, if there was one."""
     state = made(0)
-    with ckpt.Checkpointer(run, state, keep=ckpt.keep(last=1)) as checkpointer:
-        assert checkpointer.restored_step == 1
-        state.update(made(2))
-        checkpointer.save(2)
-
-
-def sweep(_rank: int, _world: int, base: str, folder: str) -> list[str]:
-    """Once without a crash, which counts the points; then one save per point. What each raised."""
-    log, raised = f"{folder}/points", []
-    shutil.copytree(base, f"{folder}/whole")
-    save_second(f"{folder}/whole", "whole", {"log": log})
-    points = len(Path(log).read_text().splitlines())
-    for point in range(points):
-        run = f"{folder}/{point}"
-        shutil.copytree(base, run)
-        try:
-            save_second(run, f"sweep-{point}", {"at": point})
-        except ckpt.KeeperError as error:
-            raised.append(str(error))
-    return raised
+    try:
+        with ckpt.Checkpointer(run, state, keep=ckpt.keep(last=1)) as checkpointer:
+            assert checkpointer.restored_step == 1
+            state.update(made(2))
+            checkpointer.save(2)
+    except ckpt.KeeperError as error:
+        return str(error)
+    return ""
 
 
 def look(_rank: int, _world: int, folder: str, points: int) -> list[tuple[int | None, bool, set[float]]]:
@@ -141,15 +127,24 @@ def test_s17_a_crash_at_every_operation(tmp_path: Path) -> None:
     The report's other half, a pointer file that names an unusable step or is gone, has no counterpart:
     there is no pointer, and what is latest is told by the COMMIT of the steps themselves.
     """
-    base = str(tmp_path / "base")
-    run_ranks(1, save_first, base, process_group=False)
-    raised = run_ranks(1, sweep, base, str(tmp_path), env={"XDG_RUNTIME_DIR": str(tmp_path)}, process_group=False)[0]
-    operations = [line.split()[1:3] for line in (tmp_path / "points").read_text().splitlines()]
-    assert len(raised) == len(operations) > 15
-    assert all("is gone" in message for message in raised)
+    base, log = tmp_path / "base", tmp_path / "points"
+    run_ranks(1, save_first, str(base), process_group=False)
+
+    def save_and_crash(run: Path, crash: dict[str, Any]) -> str:
+        shutil.copytree(base, run)
+        environment = store_env({"wrap": "crash", "program": "keeper", **crash})
+        environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+        (raised,) = run_ranks(1, save_second, str(run), env=environment, process_group=False)
+        return raised
+
+    assert not save_and_crash(tmp_path / "whole", {"log": log})  # without a crash: counts the points
+    assert ckpt.steps(tmp_path / "whole") == [2]
+    operations = [line.split()[1:3] for line in log.read_text().splitlines()]
     names = [(operation, key.split("/")[-1]) for operation, key in operations]
     committing = names.index(("create", "COMMIT"))
-    assert ckpt.steps(tmp_path / "whole") == [2]
+    assert len(names) > committing + 5 > 10
+    for point in range(len(operations)):
+        assert "is gone" in save_and_crash(tmp_path / str(point), {"at": point}), operations[point]
 
     found = run_ranks(1, look, str(tmp_path), len(operations), process_group=False)[0]
     newest = [step for step, _, _ in found]

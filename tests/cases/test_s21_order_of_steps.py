@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ def set_times(run: Path, of: dict[int, int]) -> None:
     """Give every file and folder of a step the year's beginning as its time."""
     for step, year in of.items():
         (folder,) = run.glob(f"step-{step:08d}-*")
-        stamp = datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()
+        stamp = datetime(year, 1, 1, tzinfo=UTC).timestamp()
         for path in (*folder.iterdir(), folder):
             os.utime(path, (stamp, stamp))
 
