@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def example() -> str:
@@ -64,10 +66,31 @@ def test_the_example_is_short():
     assert len(example().splitlines()) <= 15
 
 
+def test_the_measured_numbers_are_the_recorded_ones():
+    """The table of measurements says what benchmarks/results/save_load.json says."""
+    figures = json.loads((ROOT / "benchmarks" / "results" / "save_load.json").read_text())["figures"]
+    value = {figure["name"]: f"{figure['value']:.2f}" for figure in figures}
+    ratio = {(figure["name"], figure["against"]): f"{figure['ratio']:.2f}" for figure in figures if figure["against"]}
+
+    def row(name: str, ours: str, theirs: str, what: str, floor: str | None) -> str:
+        against_floor = ("", "") if floor is None else (f"{value[floor]} s", ratio[ours, floor])
+        cells = (name, f"{value[ours]} s", f"{value[theirs]} s ({what})", ratio[ours, theirs], *against_floor)
+        return f"| {' | '.join(cells)} |"
+
+    expected = [
+        row("stall per save", "ckpt stall", "dcp async stall", "`async_save`", "floor copy"),
+        row("durable save", "ckpt durable save", "dcp save", "`save`", "floor write"),
+        row("cold load", "ckpt cold load", "dcp cold load", "`load`", "floor cold read"),
+        row("warm load", "ckpt warm load", "dcp warm load", "`load`", None),
+        f"for the first time (the longest stall of those was {value['ckpt stall, first']} s).",
+    ]
+    missing = [line for line in expected if line not in README]
+    assert not missing, "\n".join(["README.md should say:", *missing])
+
+
 def test_files_that_are_named_exist():
     """Every relative link leads somewhere."""
-    root = Path(__file__).parent.parent
-    pages = [root / "README.md", root / "docs" / "architecture.md", root / "benchmarks" / "README.md"]
+    pages = [ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "benchmarks" / "README.md"]
     dead = [
         f"{page.name}: {target}"
         for page in pages

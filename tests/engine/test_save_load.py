@@ -218,3 +218,15 @@ def test_many_runs_share_one_connection(tmp_path: Path) -> None:
     for i in range(5):
         ckpt.save(tmp_path / str(i), 1, {"x": torch.ones(3)}, wait=True)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_damaged_layout_is_mended_by_the_next_save(tmp_path: Path) -> None:
+    """Its name says what its bytes must be; the step before is whole again too."""
+    run = tmp_path / "run"
+    ckpt.save(run, 1, {"w": torch.ones(3)}, wait=True)
+    (layout,) = (run / "layouts").iterdir()
+    layout.write_bytes(layout.read_bytes()[:-2])
+    assert not ckpt.verify(run).ok
+    ckpt.save(run, 2, {"w": torch.ones(3)}, wait=True)
+    assert ckpt.verify(run, step=1).ok
+    assert ckpt.verify(run, step=2).ok
