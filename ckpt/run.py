@@ -181,7 +181,7 @@ class Run:
                 continue
             if state.commit is not None:
                 return state
-            if step is not None and state.state == "unsupported":
+            if state.state == "unsupported":
                 raise UnsupportedFormatError(state.why)
             passed.append(state)
         damaged = [state for state in passed if state.state == "damaged"]

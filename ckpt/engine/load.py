@@ -15,7 +15,14 @@ from ckpt.engine.ranks import Ranks
 from ckpt.engine.reading import fetch_all
 from ckpt.engine.session import Session, session_of
 from ckpt.engine.tensors import Fetch, StepReader
-from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError
+from ckpt.errors import (
+    BadInputError,
+    CkptError,
+    DamagedError,
+    NotFoundError,
+    UnsupportedFormatError,
+    error_from_kind,
+)
 from ckpt.format.commit import Attempt, Commit
 from ckpt.keeper.client import settle
 from ckpt.run import Run, StepState
@@ -48,8 +55,12 @@ class LoadReport(msgspec.Struct, frozen=True):
     bytes_read: int
 
 
-class _SpoiledError(DamagedError):
-    """Damage met after some of the target was filled."""
+class _BadStepError(Exception):
+    """Some rank met damage in the step; ``spoiled``: when some of the target may have been filled already."""
+
+    def __init__(self, message: str, *, spoiled: bool) -> None:
+        super().__init__(message)
+        self.spoiled = spoiled
 
 
 def load(
@@ -82,18 +93,26 @@ def load(
     skipped: list[Skipped] = []
     spoiled = False
     while True:
-        passed, found = session.ranks.from_first(lambda: _choose(session.run, wanted_step, skipped))
-        skipped[:] = passed
         try:
-            report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast, spoiled=spoiled)
-        except DamagedError as error:
-            spoiled = spoiled or isinstance(error, _SpoiledError)
-            if wanted_step is not None:
-                raise
-            skipped.append(Skipped(found.attempt.step, found.attempt.label, str(error)))
-            continue
+            skipped[:], found = session.ranks.from_first(lambda: _choose(session.run, wanted_step, skipped))
+            report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast)
+        except _BadStepError as error:
+            spoiled = spoiled or error.spoiled
+            if wanted_step is None:
+                skipped.append(Skipped(found.attempt.step, found.attempt.label, str(error)))
+                continue
+            raise _told_spoiled(DamagedError(str(error)), spoiled) from None
+        except CkptError as error:
+            raise _told_spoiled(error, spoiled) from None
         session.loaded(found.attempt.step)
         return report
+
+
+def _told_spoiled(error: CkptError, spoiled: bool) -> CkptError:
+    if not spoiled:
+        return error
+    text = f"{error}; part of the state was filled before the damage was met, and must not be used"
+    return error_from_kind(type(error).__name__, text)
 
 
 def _wait_for_saves(session: Session) -> None:
@@ -117,6 +136,8 @@ def _choose(run: Run, step: int | None, skipped: Sequence[Skipped]) -> tuple[lis
             continue
         if state.commit is not None:
             return passed, state
+        if state.state == "unsupported":  # not damage: the step may be whole, and going back behind it would lose it
+            raise UnsupportedFormatError(state.why)
         if state.state != "incomplete":
             passed.append(Skipped(state.attempt.step, state.attempt.label, state.why))
     reasons = "; ".join(f"step {skip.step} ({skip.attempt}): {skip.why}" for skip in passed)
@@ -133,7 +154,6 @@ def _load_step(
     *,
     strict: bool,
     cast: bool,
-    spoiled: bool,
 ) -> LoadReport:
     ranks = session.ranks
     assert found.commit is not None
@@ -144,19 +164,12 @@ def _load_step(
         return wanted(state, stored, rank=ranks.rank, world=ranks.world, strict=False, cast=cast)
 
     # No rank's state is touched before all ranks know that what they will read fits.
-    target = _of_all(ranks, look, spoiled)
+    target = _of_all(ranks, look, filling=False)
     everyone = ranks.gather(target.unexpected)
     target.unexpected = [name for name in target.unexpected if all(name in names for names in everyone)]
     if strict:
         ranks.all_or_none(target.refuse_misfits)
-
-    def fill() -> int:
-        try:
-            return fill_tensors(reader, target.reads)
-        except DamagedError as error:
-            raise _SpoiledError(f"{error}; part of the state was filled already and must not be used") from None
-
-    nbytes = _of_all(ranks, fill, spoiled=True)
+    nbytes = _of_all(ranks, lambda: fill_tensors(reader, target.reads), filling=True)
     ranks.all_or_none(target.apply)
     return LoadReport(
         step=found.attempt.step,
@@ -170,20 +183,19 @@ def _load_step(
     )
 
 
-def _of_all(ranks: Ranks, act: Callable[[], Result], spoiled: bool) -> Result:
+def _of_all(ranks: Ranks, act: Callable[[], Result], *, filling: bool) -> Result:
     """``act()`` on every rank; damage that any rank finds is raised on every rank, so that all fall back together."""
 
-    def attempt() -> tuple[Result | None, tuple[bool, str] | None]:
+    def attempt() -> tuple[Result | None, str | None]:
         try:
             return act(), None
         except DamagedError as error:
-            return None, (isinstance(error, _SpoiledError), str(error))
+            return None, str(error)
 
     result, everyone = ranks.exchange(attempt)
     for rank, damage in enumerate(everyone):
         if damage is not None:
-            kind = _SpoiledError if damage[0] or spoiled else DamagedError
-            raise kind(damage[1] if ranks.world == 1 else f"rank {rank}: {damage[1]}")
+            raise _BadStepError(damage if ranks.world == 1 else f"rank {rank}: {damage}", spoiled=filling)
     return typing.cast("Result", result)
 
 
@@ -260,9 +272,16 @@ def _committed(found: StepState) -> Commit:
 
 
 def latest(run: str | os.PathLike[str]) -> int | None:
-    """The newest live step of a run, or None when there is none (or no run). Reads no payload."""
-    opened = Run.open(run)
-    return next((s.attempt.step for s in opened.live_steps() if s.commit is not None), None)
+    """The newest live step of a run, or None when there is none (or no run). Reads no payload.
+
+    Raises UnsupportedFormatError when a newer one needs what this version does not know.
+    """
+    for found in Run.open(run).live_steps():
+        if found.state == "unsupported":
+            raise UnsupportedFormatError(found.why)
+        if found.commit is not None:
+            return found.attempt.step
+    return None
 
 
 def steps(run: str | os.PathLike[str]) -> list[int]:

@@ -143,6 +143,7 @@ def test_s22_two_jobs_in_one_run(tmp_path: Path) -> None:
     run, meet = str(tmp_path / "run"), tmp_path / "meet"
     meet.mkdir()
     slow = store_env({"wrap": "slow", "match": "COMMIT", "delay_s": 0.004}, {"wrap": "slow", "delay_s": 0.001})
+    slow["XDG_RUNTIME_DIR"] = str(tmp_path)  # keepers of refused saves keep their logs
     outcomes = run_ranks(2, contend, run, meet, env=slow, process_group=False)
     assert any(refusals for _, _, refusals in outcomes)
     number_of = {pid: float(rank + 1) for rank, (pid, _, _) in enumerate(outcomes)}

@@ -1,4 +1,7 @@
-"""S28: every rank goes on with its own random streams, whatever start-up code has drawn meanwhile."""
+"""S28: every rank goes on with its own random streams, whatever start-up code has drawn meanwhile.
+
+Those of CUDA devices are in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -127,16 +130,3 @@ def test_s28_another_world_size_seeds_anew_by_rule(tmp_path: Path) -> None:
         assert run_ranks(world, load_streams, run) == streams
         numbers = [number for stream in (*saved, *streams) for draws in stream for number in draws]
         assert len(set(numbers)) == len(numbers)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_s28_the_generator_of_a_gpu(tmp_path: Path) -> None:
-    """The stream of a CUDA device goes on too."""
-    torch.rand(3, device="cuda")
-    ckpt.save(tmp_path / "run", 1, {"rng": ckpt.RNG()}, wait=True)
-    expected = torch.rand(3, device="cuda").tolist()
-    torch.cuda.manual_seed(5)
-    assert torch.rand(3, device="cuda").tolist() != expected
-    ckpt.load(tmp_path / "run", {"rng": ckpt.RNG()})
-    assert torch.rand(3, device="cuda").tolist() == expected

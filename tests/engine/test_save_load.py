@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.format import records
 
 
 def trained(seed: int = 0) -> dict[str, object]:
@@ -95,7 +96,8 @@ def test_a_damaged_latest_falls_back_and_says_why(tmp_path: Path) -> None:
     assert target["w"][0] == 1
     assert report.skipped[0].step == 2
     assert "w: chunk 0: digest" in report.skipped[0].why
-    with pytest.raises(ckpt.DamagedError, match="chunk 0"):
+    assert "must not be used" not in report.skipped[0].why
+    with pytest.raises(ckpt.DamagedError, match=r"chunk 0.*filled before the damage was met, and must not be used"):
         ckpt.load(tmp_path / "run", target, step=2)
 
 
@@ -230,3 +232,19 @@ def test_a_damaged_layout_is_mended_by_the_next_save(tmp_path: Path) -> None:
     ckpt.save(run, 2, {"w": torch.ones(3)}, wait=True)
     assert ckpt.verify(run, step=1).ok
     assert ckpt.verify(run, step=2).ok
+
+
+def test_a_newer_format_is_refused_not_passed_over(tmp_path: Path) -> None:
+    """A step of an unknown feature may be whole: going back behind it unasked would lose it."""
+    run = tmp_path / "run"
+    for step in (1, 2):
+        ckpt.save(run, step, {"w": torch.full((3,), float(step))}, wait=True)
+    (path,) = run.glob("step-00000002-*/COMMIT")
+    line = path.read_bytes().splitlines()[0].replace(b'"features":[]', b'"features":["parity9"]')
+    path.write_bytes(line + b"\n" + records.digest(line).encode() + b"\n")
+    for refused in (lambda: ckpt.load(run, {"w": torch.zeros(3)}), lambda: ckpt.latest(run), lambda: ckpt.read(run)):
+        with pytest.raises(ckpt.UnsupportedFormatError, match=r"parity9.*written by ckpt"):
+            refused()
+    target = {"w": torch.zeros(3)}
+    assert ckpt.load(run, target, step=1).step == 1
+    assert target["w"][0] == 1
