@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from ckpt.engine.load import LoadReport, latest, load
+from ckpt.engine.load import LoadReport, latest, load_with
 from ckpt.engine.ranks import FlagInFlight
 from ckpt.engine.save import ENCODINGS
 from ckpt.engine.session import DRAIN_TIMEOUT_S, PROGRESS_TIMEOUT_S, PendingSave, SaveReport, session_of, whole_number
@@ -130,7 +130,8 @@ class Checkpointer:
         self._session = session_of(self.run)
         full = self._full_state()
         try:
-            self.load_report = load(self.run, full, step="latest")
+            # A run that was begun with ckpt.save has no random states.
+            self.load_report = load_with(self._session, full, optional=(RNG_KEY,))
         except NotFoundError:
             pass  # a new run
         else:
@@ -232,7 +233,8 @@ class Checkpointer:
         if self._session.ranks.rank == 0:
             for skip in report.skipped:
                 print(f"ckpt: passed over step {skip.step} ({skip.attempt}): {skip.why}", file=sys.stderr)
-            print(f"ckpt: restored step {report.step} ({report.attempt}) of {self.run}", file=sys.stderr)
+            without = ", which has no random states: they stay as they are" if RNG_KEY in report.missing else ""
+            print(f"ckpt: restored step {report.step} ({report.attempt}) of {self.run}{without}", file=sys.stderr)
 
     def _say_where(self) -> None:
         if self._session.ranks.rank == 0:

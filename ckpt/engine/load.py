@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -85,20 +85,31 @@ def load(
     Raises NotFoundError, MismatchError, DamagedError (the message says so when part of the state
     was filled already), UnsupportedFormatError.
     """
-    session = session_of(run)
     if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
         raise BadInputError(f"step={step!r}: expected a step number or 'latest'")
-    wanted_step = None if step == "latest" else int(step)
+    return load_with(session_of(run), state, step=None if step == "latest" else int(step), strict=strict, cast=cast)
+
+
+def load_with(
+    session: Session,
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    optional: Collection[str] = (),
+) -> LoadReport:
+    """``load`` by a session (None: the latest); top-level entries in ``optional`` may be missing from the step."""
     _wait_for_saves(session)
     skipped: list[Skipped] = []
     spoiled = False
     while True:
         try:
-            skipped[:], found = session.ranks.from_first(lambda: _choose(session.run, wanted_step, skipped))
-            report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast)
+            skipped[:], found = session.ranks.from_first(lambda: _choose(session.run, step, skipped))
+            report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast, optional=optional)
         except _BadStepError as error:
             spoiled = spoiled or error.spoiled
-            if wanted_step is None:
+            if step is None:
                 skipped.append(Skipped(found.attempt.step, found.attempt.label, str(error)))
                 continue
             raise _told_spoiled(DamagedError(str(error)), spoiled) from None
@@ -154,6 +165,7 @@ def _load_step(
     *,
     strict: bool,
     cast: bool,
+    optional: Collection[str],
 ) -> LoadReport:
     ranks = session.ranks
     assert found.commit is not None
@@ -167,6 +179,8 @@ def _load_step(
     target = _of_all(ranks, look, filling=False)
     everyone = ranks.gather(target.unexpected)
     target.unexpected = [name for name in target.unexpected if all(name in names for names in everyone)]
+    missing = tuple(target.missing)
+    target.missing = [name for name in missing if name not in optional]
     if strict:
         ranks.all_or_none(target.refuse_misfits)
     nbytes = _of_all(ranks, lambda: fill_tensors(reader, target.reads), filling=True)
@@ -174,7 +188,7 @@ def _load_step(
     return LoadReport(
         step=found.attempt.step,
         attempt=found.attempt.label,
-        missing=tuple(target.missing),
+        missing=missing,
         unexpected=tuple(target.unexpected),
         mismatched=tuple(str(mismatch) for mismatch in target.mismatched),
         ignored=tuple(target.ignored),

@@ -170,3 +170,12 @@ def test_the_callers_own_rng_key_is_refused(tmp_path: Path) -> None:
     """Its random states would silently not be kept."""
     with pytest.raises(ckpt.BadInputError, match="rng"):
         ckpt.Checkpointer(str(tmp_path), {"rng": 5})
+
+
+def test_a_run_begun_with_save_can_be_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no random states; that is said, and all else is restored."""
+    run = str(tmp_path / "run")
+    ckpt.save(run, 3, {"w": torch.full((3,), 3.0), "note": "saved"}, wait=True)
+    assert loop(run, 5) == [4, 5]
+    assert "restored step 3 (w1.1)" in capsys.readouterr().err
+    assert ckpt.steps(run) == [3, 4, 5]
