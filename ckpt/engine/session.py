@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -43,7 +44,7 @@ class SaveReport(msgspec.Struct, frozen=True):
     attempt: str
     nbytes: int  # written by this rank
     stall_s: float  # how long save() kept the caller
-    write_s: float
+    write_s: float  # from the begin of the copy until this rank's bytes were durable
     commit_s: float  # from staged to committed
 
 
@@ -148,7 +149,7 @@ class Session:
         keep_every: int | None = None,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
     ) -> PendingSave:
-        """Copy the state into an arena and hand it to the keeper. Collective; see ``ckpt.save``."""
+        """Copy the state into an arena, which the keeper writes meanwhile. Collective; see ``ckpt.save``."""
         started = time.perf_counter()
         ranks = self.ranks
 
@@ -178,7 +179,6 @@ class Session:
         files, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
         try:
             arena = client.arena(arena_nbytes, self.run.url)
-            _fill(arena.view, files, flat, ranks.rank)
             task = SaveTask(
                 run=self.run.url,
                 step=step,
@@ -200,8 +200,10 @@ class Session:
                 keep_every=keep_every,
                 progress_timeout_s=progress_timeout_s,
             )
-            pending_task = client.persist(task)
-        except Exception as error:
+            pending_task = client.begin(task)
+            _fill(arena.view, files, flat, ranks.rank, pending_task.ready)
+            pending_task.ready(pending_task.end)
+        except BaseException as error:
             # The other ranks' keepers wait for this rank's part: they must learn that it never comes.
             client.abandon(self.run.url, attempt, ranks.rank, ranks.world, f"{type(error).__name__}: {error}")
             raise
@@ -235,7 +237,10 @@ class Session:
         return report
 
 
-def _fill(view: memoryview, files: list[ArenaFile], flat: FlatState, rank: int) -> None:
+def _fill(
+    view: memoryview, files: list[ArenaFile], flat: FlatState, rank: int, progress: Callable[[int], None]
+) -> None:
+    """Headers first, since ``progress`` may pass them; then every shard, in the order of the arena."""
     leaves: dict[str, TensorLeaf] = {leaf.name: leaf for leaf in (*flat.tensors, *flat.rank_tensors)}
     copies = []
     for file in files:
@@ -245,7 +250,7 @@ def _fill(view: memoryview, files: list[ArenaFile], flat: FlatState, rank: int) 
         for entry in file.entries:
             leaf = leaves[entry.name]
             copies.append((local_slices(leaf, entry, _held_offsets(leaf, rank)), start + entry.offset))
-    copy_into(view, copies)
+    copy_into(view, copies, progress)
 
 
 def _held_offsets(leaf: TensorLeaf, rank: int) -> tuple[int, ...]:
