@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -166,16 +167,13 @@ class Session:
         if len({digest for _, _, digest in looks}) > 1:
             compare_values(ranks, prepared.values.digests)
         key = tuple(digest for _, digest, _ in looks)
-        if self._plan is None or key != self._plan_key:
-            self._plan = make_plan(ranks, prepared, key)
-            self._plan_key = key
+        plan = self._plan_for(prepared, key)
         writer = self._open(step)
         self._saves += 1
         self._last_step = step
         attempt = Attempt(step, writer.number, self._saves)
         flat, values = prepared.flat, prepared.values
-        rank_tensors = tuple(RankTensor(t.name, t.dtype, t.shape, t.kind) for t in flat.rank_tensors)
-        plan = self._plan
+        rank_tensors = _rank_tensors(flat)
         files, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
         try:
             arena = client.arena(arena_nbytes, self.run.url)
@@ -207,9 +205,35 @@ class Session:
             # The other ranks' keepers wait for this rank's part: they must learn that it never comes.
             client.abandon(self.run.url, attempt, ranks.rank, ranks.world, f"{type(error).__name__}: {error}")
             raise
+        client.warm(arena_nbytes, self.run.url)  # the other arena, after the first save
         pending = PendingSave(step, attempt, time.perf_counter() - started, pending_task)
         self.pending = [p for p in self.pending if not p.done or (p.error is not None and not p.told)] + [pending]
         return pending
+
+    def warm(self, state: Any, *, encode: str) -> None:
+        """Start the keeper, plan, and have memory for saves of such a state touched in the background. Collective.
+
+        Nothing but time is lost when it cannot be done: the first save does it then, or says what is wrong.
+        """
+        ranks = self.ranks
+
+        def look() -> tuple[tuple[Prepared, KeeperClient], str]:
+            prepared = prepare(state, ranks.rank, ranks.world)
+            return (prepared, keeper_client(ranks.rank)), prepared.structure.digest()
+
+        with contextlib.suppress(Exception):
+            (prepared, client), key = ranks.exchange(look)
+            plan = self._plan_for(prepared, tuple(key))
+            rank_tensors = _rank_tensors(prepared.flat)
+            _, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
+            client.warm(arena_nbytes, self.run.url)
+
+    def _plan_for(self, prepared: Prepared, key: tuple[str, ...]) -> SavePlan:
+        """The plan for these structure digests, one per rank. Collective when they are others than the last time."""
+        if self._plan is None or key != self._plan_key:
+            self._plan = make_plan(self.ranks, prepared, key)
+            self._plan_key = key
+        return self._plan
 
     def _raise_standing(self) -> None:
         self.raise_untold()
@@ -251,6 +275,10 @@ def _fill(
             leaf = leaves[entry.name]
             copies.append((local_slices(leaf, entry, _held_offsets(leaf, rank)), start + entry.offset))
     copy_into(view, copies, progress)
+
+
+def _rank_tensors(flat: FlatState) -> tuple[RankTensor, ...]:
+    return tuple(RankTensor(t.name, t.dtype, t.shape, t.kind) for t in flat.rank_tensors)
 
 
 def _held_offsets(leaf: TensorLeaf, rank: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import msgspec
 from ckpt.errors import CkptError, KeeperError, error_from_kind
 from ckpt.format.commit import Attempt
 from ckpt.keeper import protocol, start
+from ckpt.keeper.arenas import ARENAS_PER_RANK
 from ckpt.keeper.mapping import Mapping
 from ckpt.keeper.place import Place, here
 from ckpt.keeper.protocol import SaveResult, SaveTask
@@ -26,6 +27,7 @@ __all__ = ["ArenaView", "KeeperClient", "PendingTask", "SaveResult", "settle", "
 
 _READ_NBYTES = 1 << 20
 _MAX_FDS = 16
+_WARM_NICENESS = 10  # training goes first
 
 
 class ArenaView(msgspec.Struct, frozen=True):
@@ -140,6 +142,7 @@ class KeeperClient:
         self._replies: dict[int, _Reply] = {}
         self._mappings: dict[int, Mapping] = {}
         self._borrowed: set[int] = set()
+        self._warmed: dict[str, int] = {}  # run -> bytes
         self._lost: KeeperError | None = None
         _clients.add(self)
         threading.Thread(target=self._read_all, name="ckpt-keeper-client", daemon=True).start()
@@ -194,6 +197,23 @@ class KeeperClient:
         with self._lock:
             self._mappings[number] = mapping
         return ArenaView(number, nbytes, mapping.view[:nbytes], wait_s)
+
+    def warm(self, nbytes: int, run: str = "") -> None:
+        """Have both of this rank's arenas of a run touched in the background, so that the next saves need not do it.
+
+        Never raises, and does nothing twice: what is wrong the next ``arena`` tells, and it takes what there is.
+        """
+        with self._lock:
+            if self._warmed.get(run, -1) >= nbytes:
+                return
+            self._warmed[run] = nbytes
+        threading.Thread(target=self._warm, args=(nbytes, run), name="ckpt-warm", daemon=True).start()
+
+    def _warm(self, nbytes: int, run: str) -> None:
+        with contextlib.suppress(CkptError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WARM_NICENESS)
+            for _ in range(ARENAS_PER_RANK):
+                self.release(self.arena(nbytes, run))
 
     def release(self, arena: ArenaView) -> None:
         """Give an arena back whose snapshot is not wanted after all."""

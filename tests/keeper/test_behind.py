@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,3 +228,28 @@ def test_a_copy_that_stands_still(folder: Path, url: str):
             pending.wait(30)
         pending.ready(pending.end)
     assert folders(url) == []
+
+
+def test_warming_touches_both_arenas_and_holds_up_nobody(folder: Path, url: str):
+    """The memory is there before anyone asks for it, a save meanwhile is served, and it happens once."""
+    with KeeperClient.connect(0) as client:
+        client.warm(NBYTES, url)
+        stage(client, url, 1, 1, nbytes=NBYTES).wait(30)
+        wait_for(lambda: arena_states() == ["free", "free"], "both are there and given back")
+        threads = threading.active_count()
+        client.warm(NBYTES, url)
+        assert threading.active_count() == threads
+        for _ in range(2):
+            arena = client.arena(NBYTES, url)
+            assert client._mappings[arena.id]._touched >= NBYTES
+            client.release(arena)
+    check_step(url, 1)
+
+
+def test_warming_never_raises(folder: Path, url: str):
+    """What the node does not have is told to who asks for an arena."""
+    with KeeperClient.connect(0) as client:
+        client.warm(1 << 50, url)
+        stage(client, url, 1, 1).wait(30)
+    client.warm(100, url)
+    check_step(url, 1)
