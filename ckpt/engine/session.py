@@ -150,7 +150,7 @@ class Session:
         keep_every: int | None = None,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
     ) -> PendingSave:
-        """Copy the state into an arena, which the keeper writes meanwhile. Collective; see ``ckpt.save``."""
+        """Copy the state into an arena, which the keeper writes, if it can meanwhile. Collective; see ``ckpt.save``."""
         started = time.perf_counter()
         ranks = self.ranks
 
@@ -199,7 +199,8 @@ class Session:
                 progress_timeout_s=progress_timeout_s,
             )
             pending_task = client.begin(task)
-            _fill(arena.view, files, flat, ranks.rank, pending_task.ready)
+            behind = _has_spare_core(ranks.world)
+            _fill(arena.view, files, flat, ranks.rank, pending_task.ready if behind else lambda _: None)
             pending_task.ready(pending_task.end)
         except BaseException as error:
             # The other ranks' keepers wait for this rank's part: they must learn that it never comes.
@@ -275,6 +276,15 @@ def _fill(
             leaf = leaves[entry.name]
             copies.append((local_slices(leaf, entry, _held_offsets(leaf, rank)), start + entry.offset))
     copy_into(view, copies, progress)
+
+
+def _has_spare_core(world: int) -> bool:
+    """Whether the keeper can write while the ranks of this node copy without taking a core from one of them.
+
+    Measured on 2 cores: with 1 rank, writing behind the copy made a save durable in two thirds of the time and
+    the stall no longer; with 2 ranks it made the stall longer by a fifth. The stall goes first.
+    """
+    return (os.cpu_count() or 1) > int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def _rank_tensors(flat: FlatState) -> tuple[RankTensor, ...]:
