@@ -123,6 +123,7 @@ class Checkpointer:
         self._flag: FlagInFlight | None = None
         self._handler_before: Any = None
         self._step = 0
+        self._warmed = False  # whether saves were prepared for
 
     # -- the with block --------------------------------------------------------------------
 
@@ -138,6 +139,7 @@ class Checkpointer:
             self.restored_step = self._step = self.load_report.step
             self._state.update({key: full[key] for key in self._state})
             self._report_load(self.load_report)
+            self._warm()
         if threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
@@ -173,6 +175,8 @@ class Checkpointer:
             stop = self._agree_to_stop()
             if stop or step == total or (self._every is not None and self._every.due(step)):
                 self.save(step)
+            elif not self._warmed:
+                self._warm()  # in a new run an optimizer has its state only now
             if stop:
                 self._stopped_at = step
                 return
@@ -186,6 +190,7 @@ class Checkpointer:
 
     def save(self, step: int) -> PendingSave:
         """Save now, as step ``step``; collective. ``steps()`` calls it when due."""
+        self._warmed = True
         self.pending = self._session.save(
             step,
             self._full_state(),
@@ -206,6 +211,10 @@ class Checkpointer:
         self._session.drain(timeout_s)
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _warm(self) -> None:
+        self._session.warm(self._full_state(), encode=self._encode)
+        self._warmed = True
 
     def _full_state(self) -> dict[str, Any]:
         return {**self._state, RNG_KEY: self._rng}

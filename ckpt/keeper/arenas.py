@@ -17,7 +17,7 @@ from ckpt.keeper.protocol import ArenaStatus
 ARENAS_PER_RANK = 2  # one snapshot is always whole while the next one is made
 _ALIGN_NBYTES = 2 << 20  # huge pages
 
-FREE, GRANTED, STAGED, STUCK = "free", "granted", "staged", "stuck"
+FREE, GRANTED, FILLING, STAGED, STUCK = "free", "granted", "filling", "staged", "stuck"
 
 
 class Arena:
@@ -128,7 +128,7 @@ class ArenaPool:
         self._serve(arena.run, arena.rank)
 
     def drop_holder(self, holder: int) -> None:
-        """A connection has ended: what it had not staged yet is nobody's."""
+        """A connection has ended: what it had not begun to fill yet is nobody's."""
         for key, queue in list(self._waiting.items()):
             self._waiting[key] = deque(wanted for wanted in queue if wanted.holder != holder)
         for arena in list(self._arenas.values()):

@@ -1,4 +1,4 @@
-"""The trainer's side of the keeper: borrow an arena, fill it, hand it over, hear what became of it."""
+"""The trainer's side of the keeper: borrow an arena, fill it while the keeper writes it, hear what became of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Self
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from ckpt.errors import CkptError, KeeperError, error_from_kind
 from ckpt.format.commit import Attempt
 from ckpt.keeper import protocol, start
+from ckpt.keeper.arenas import ARENAS_PER_RANK
 from ckpt.keeper.mapping import Mapping
 from ckpt.keeper.place import Place, here
 from ckpt.keeper.protocol import SaveResult, SaveTask
@@ -25,10 +27,11 @@ __all__ = ["ArenaView", "KeeperClient", "PendingTask", "SaveResult", "settle", "
 
 _READ_NBYTES = 1 << 20
 _MAX_FDS = 16
+_WARM_NICENESS = 10  # training goes first
 
 
 class ArenaView(msgspec.Struct, frozen=True):
-    """Memory for one snapshot, this process's until ``persist`` or ``release``. What it held before is still in it."""
+    """Memory for one snapshot, this process's until all of it is ``ready``, or ``release``; still as it was left."""
 
     id: int
     nbytes: int
@@ -37,15 +40,27 @@ class ArenaView(msgspec.Struct, frozen=True):
 
 
 class PendingTask:
-    """A task that was sent to the keeper."""
+    """A task that the keeper works on behind the copy: ``ready`` tells it how far that has come."""
 
-    def __init__(self, task: SaveTask, owner_pid: int) -> None:
+    def __init__(self, task: SaveTask, announce: Callable[[int], None], owner_pid: int) -> None:
         self.step = task.step
+        self.arena = task.arena
+        self.end = protocol.arena_end(task)
+        self._announce = announce
         self._owner_pid = owner_pid
         self._changed = threading.Condition()
         self._staged = False
         self._result: SaveResult | None = None
         self._error: CkptError | None = None
+
+    def ready(self, nbytes: int) -> None:
+        """The arena's first ``nbytes`` are final; never less than before. At ``end`` the arena is the keeper's.
+
+        Cheap, but a message: once in some MiB is enough. Call it up to the end whatever becomes of the save, or
+        abandon the attempt. A save that has failed meanwhile, or a keeper that is gone, is told by ``wait``.
+        """
+        _check_process(self._owner_pid)
+        self._announce(nbytes)
 
     @property
     def staged(self) -> bool:
@@ -127,6 +142,7 @@ class KeeperClient:
         self._replies: dict[int, _Reply] = {}
         self._mappings: dict[int, Mapping] = {}
         self._borrowed: set[int] = set()
+        self._warmed: dict[str, int] = {}  # run -> bytes
         self._lost: KeeperError | None = None
         _clients.add(self)
         threading.Thread(target=self._read_all, name="ckpt-keeper-client", daemon=True).start()
@@ -182,26 +198,44 @@ class KeeperClient:
             self._mappings[number] = mapping
         return ArenaView(number, nbytes, mapping.view[:nbytes], wait_s)
 
+    def warm(self, nbytes: int, run: str = "") -> None:
+        """Have both of this rank's arenas of a run touched in the background, so that the next saves need not do it.
+
+        Never raises, and does nothing twice: what is wrong the next ``arena`` tells, and it takes what there is.
+        """
+        with self._lock:
+            if self._warmed.get(run, -1) >= nbytes:
+                return
+            self._warmed[run] = nbytes
+        threading.Thread(target=self._warm, args=(nbytes, run), name="ckpt-warm", daemon=True).start()
+
+    def _warm(self, nbytes: int, run: str) -> None:
+        with contextlib.suppress(CkptError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WARM_NICENESS)
+            for _ in range(ARENAS_PER_RANK):
+                self.release(self.arena(nbytes, run))
+
     def release(self, arena: ArenaView) -> None:
         """Give an arena back whose snapshot is not wanted after all."""
         _check_process(self._pid)
         self._give_back(arena.id)
 
-    def persist(self, task: SaveTask) -> PendingTask:
-        """Hand over a filled arena, which is not this process's any more; waits for nothing but the socket."""
+    def begin(self, task: SaveTask) -> PendingTask:
+        """Have the keeper persist an arena while it is filled; waits for nothing but the socket.
+
+        Until its ``PendingTask.ready`` has come to the end, the end of this process fails the save.
+        """
         _check_process(self._pid)
-        pending = PendingTask(task, self._pid)
         with self._lock:
             request = self._next_request()
+            pending = PendingTask(task, lambda nbytes: self._say_ready(request, pending, nbytes), self._pid)
             self._pending[request] = pending
         try:
-            self._send(protocol.Persist(request, task))
+            self._send(protocol.Begin(request, task))
         except CkptError:
             with self._lock:
                 self._pending.pop(request, None)
             raise
-        with self._lock:
-            self._borrowed.discard(task.arena)
         return pending
 
     def abandon(self, run: str, attempt: Attempt, rank: int, world: int, message: str) -> None:
@@ -211,11 +245,12 @@ class KeeperClient:
         """
         with contextlib.suppress(KeeperError):
             _check_process(self._pid)
+            # Before its arena, which would say less about why.
+            self._send(protocol.Abandon(run, attempt.step, attempt.writer, attempt.save, rank, world, message))
             with self._lock:
                 borrowed = list(self._borrowed)
             for number in borrowed:
                 self._give_back(number)
-            self._send(protocol.Abandon(run, attempt.step, attempt.writer, attempt.save, rank, world, message))
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no task is pending, whatever became of each; whether that was in time."""
@@ -264,6 +299,13 @@ class KeeperClient:
             self._lose(self._gone())
             assert self._lost is not None
             raise self._lost from None
+
+    def _say_ready(self, request: int, pending: PendingTask, nbytes: int) -> None:
+        if nbytes >= pending.end:
+            with self._lock:
+                self._borrowed.discard(pending.arena)
+        with contextlib.suppress(KeeperError):  # losing the keeper has failed the task already
+            self._send(protocol.Ready(request, nbytes))
 
     def _give_back(self, number: int) -> None:
         with self._lock:

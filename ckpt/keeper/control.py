@@ -18,7 +18,7 @@ from ckpt.format import records
 from ckpt.format.commit import Commit
 from ckpt.format.part import part_name
 from ckpt.keeper import commit, log, persist
-from ckpt.keeper.saves import Failure, Save, SeenPart, name_ranks
+from ckpt.keeper.saves import Failure, Save, SeenPart, Work, name_ranks
 from ckpt.run import Run
 
 POLL_FIRST_S = 0.05
@@ -137,7 +137,7 @@ class _Settling:
         if self.save.coordinating:
             for rank in self.save.missing:
                 name = part_name(rank, self.save.world)
-                # Also one that was listed before: a keeper coordinates only once its rank 0 has staged.
+                # Also one that was listed before: a keeper coordinates only once its rank 0 has begun.
                 if name in self.names and rank not in self.save.works:
                     self.save.saw(commit.read_part(self.run, self.save.attempt, self.save.world, rank, name))
         if new:
@@ -165,11 +165,7 @@ class _Settling:
             return
         with self.save.changed:
             missing = self.save.missing
-            here = [
-                f"rank {rank} has written {work.nbytes_written:,} of {work.nbytes:,} bytes"
-                for rank, work in sorted(self.save.works.items())
-                if rank in missing
-            ]
+            here = [_describe(rank, work) for rank, work in sorted(self.save.works.items()) if rank in missing]
         waiting = f"no part from {name_ranks(missing)} of {self.save.world}"
         if missing and not self.save.coordinating:
             others = [rank for rank in missing if rank not in self.save.works]
@@ -221,6 +217,11 @@ class _Settling:
         key = self.run.key(self.save.attempt, marker_name(rank, self.save.world))
         with contextlib.suppress(AlreadyExistsError):
             self.run.store.create(key, records.encode(marker))
+
+
+def _describe(rank: int, work: Work) -> str:
+    copied = "" if work.copied else f", its trainer has copied {max(0, work.ready):,}"
+    return f"rank {rank} has written {work.nbytes_written:,} of {work.nbytes:,} bytes{copied}"
 
 
 def _check_pinned(found: Commit, mine: SeenPart) -> None:

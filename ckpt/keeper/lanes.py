@@ -16,7 +16,7 @@ from ckpt.run import Run
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A work is durable or has failed: its arena is free."""
+    """A work is durable or has failed: nothing reads its arena any more."""
 
     save: Save
     work: Work
@@ -34,7 +34,7 @@ Post = Callable[[Written | Settled], None]
 
 
 class Lane:
-    """All of one run's work in this keeper. Commits follow the order in which saves were staged.
+    """All of one run's work in this keeper. Commits follow the order in which saves began.
 
     ``post`` is called from its threads with what has ended.
     """
@@ -53,7 +53,7 @@ class Lane:
         self._saves.put(save)
 
     def write(self, save: Save, work: Work) -> None:
-        """Persist a rank's work after that rank's earlier ones."""
+        """Persist a rank's work, as it becomes ready, after that rank's earlier ones."""
         rank = work.task.rank
         if rank not in self._works:
             works = self._works[rank] = queue.SimpleQueue()
@@ -99,7 +99,12 @@ class Lane:
             save.wrote(work, 0)  # raises when the save has failed already
             started = time.monotonic()
             part = persist.persist(
-                self._open(), task, work.arena.view, work.keys, lambda nbytes: save.wrote(work, nbytes)
+                self._open(),
+                task,
+                work.arena.view,
+                work.keys,
+                await_ready=lambda nbytes: save.await_ready(work, nbytes),
+                report=lambda nbytes: save.wrote(work, nbytes),
             )
             work.write_s = time.monotonic() - started
             save.saw(part)

@@ -12,7 +12,7 @@ from ckpt.errors import KeeperError
 
 HUGE_PAGE_NBYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it yet
-_SLICE_NBYTES = 1 << 30
+_SLICE_NBYTES = 16 << 20  # what other threads map meanwhile, and they need to, waits for one slice
 _PROT = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED = ctypes.c_void_p(-1).value
 

@@ -1,4 +1,4 @@
-"""One rank's snapshot, from the arena to durable storage: its data files, then its part."""
+"""One rank's snapshot, from the arena to durable storage: its data files as they are filled, then its part."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ckpt.format import records
 from ckpt.format.chunk import ENCODINGS, RAW, chunk_spans, encode_zstd
 from ckpt.format.commit import COMMIT, Attempt, FileRef
 from ckpt.format.part import DataFile, PackedChunk, Part, data_name, encode_part, part_name
-from ckpt.keeper.protocol import FileTask, SaveTask
+from ckpt.keeper.protocol import FileTask, SaveTask, arena_end
 from ckpt.keeper.saves import SeenPart, see
 from ckpt.run import Run
 from ckpt.store.base import Sink
 
 BLOCK_NBYTES = 8 << 20
 
+Await = Callable[[int], None]  # returns when so much of the arena, or of a file in it, is final; may raise to stop
 Report = Callable[[int], None]  # bytes just written; may raise to stop
 
 
@@ -49,9 +50,12 @@ def attempt_of(task: SaveTask) -> Attempt:
     return Attempt(task.step, task.writer, task.save)
 
 
-def persist(run: Run, task: SaveTask, arena: memoryview, keys: list[str], report: Report) -> SeenPart:
-    """Write a rank's files and then its part; durable when it returns.
+def persist(
+    run: Run, task: SaveTask, arena: memoryview, keys: list[str], *, await_ready: Await, report: Report
+) -> SeenPart:
+    """Write a rank's files, behind the copy into the arena, and then its part; durable when it returns.
 
+    The part is written only when the whole snapshot is there: until then no crash of anyone can make it count.
     ``keys`` gets every key as soon as it is this task's own. On an error the file under way is
     removed; the rest is up to the caller (``remove``).
     """
@@ -64,9 +68,10 @@ def persist(run: Run, task: SaveTask, arena: memoryview, keys: list[str], report
         view = arena[file.arena_offset : file.arena_offset + file.nbytes]
         write, nbytes = (_write_raw, file.nbytes) if task.encode == RAW else (_write_pack, None)
         with run.store.open_sink(key, nbytes) as sink:
-            stored = write(sink, file, view, report)
+            stored = write(sink, file, view, _of_file(file, await_ready), report)
         keys.append(key)
         files.append(stored)
+    await_ready(arena_end(task))
     part = Part(
         format=records.FORMAT,
         step=task.step,
@@ -111,6 +116,10 @@ def uncommitted(run: Run, attempt: Attempt) -> bool:
     return False
 
 
+def _of_file(file: FileTask, await_ready: Await) -> Await:
+    return lambda nbytes: await_ready(file.arena_offset + nbytes)
+
+
 def _chunks(file: FileTask) -> Iterator[tuple[int, int]]:
     """(offset in the file, nbytes) of every chunk."""
     start = file.header_nbytes
@@ -120,7 +129,7 @@ def _chunks(file: FileTask) -> Iterator[tuple[int, int]]:
         start += shard_nbytes
 
 
-def _write_raw(sink: Sink, file: FileTask, view: memoryview, report: Report) -> DataFile:
+def _write_raw(sink: Sink, file: FileTask, view: memoryview, await_ready: Await, report: Report) -> DataFile:
     """As it lies. Digests run just ahead of the writing, so that a block is written from the cache.
 
     Blocks start at multiples of their size, whatever the chunks do: page-aligned, so that O_DIRECT takes them.
@@ -135,9 +144,11 @@ def _write_raw(sink: Sink, file: FileTask, view: memoryview, report: Report) -> 
             written += len(block)
             report(len(block))
 
+    await_ready(file.header_nbytes)
     header_digest = records.digest(view[: file.header_nbytes])
     chunks = []
     for offset, nbytes in _chunks(file):
+        await_ready(offset + nbytes)
         chunks.append(records.digest(view[offset : offset + nbytes]))
         write_up_to(offset + nbytes)
     write_up_to(file.nbytes)
@@ -152,11 +163,12 @@ def _write_raw(sink: Sink, file: FileTask, view: memoryview, report: Report) -> 
     )
 
 
-def _write_pack(sink: Sink, file: FileTask, view: memoryview, report: Report) -> DataFile:
+def _write_pack(sink: Sink, file: FileTask, view: memoryview, await_ready: Await, report: Report) -> DataFile:
     """Chunk by chunk, each encoded or, where that would not be smaller, as it is."""
     packed = []
     at = 0
     for offset, nbytes in _chunks(file):
+        await_ready(offset + nbytes)
         raw = view[offset : offset + nbytes]
         encoded = encode_zstd(raw)
         stored = raw if encoded is None else encoded

@@ -229,7 +229,8 @@ class Keeper:
             self._selector.unregister(connection.pidfd)
         del self._connections[connection.number]
         connection.close()
-        self._registry.connection_left(connection.number, done=done)
+        how = f"process {connection.pid}) {'died' if died else 'left'}"
+        self._registry.connection_left(connection.number, how, done=done)
         rank = connection.rank
         if rank is None:
             return
@@ -255,9 +256,11 @@ class Keeper:
                 wanted = Wanted(connection.number, message.request, message.nbytes)
                 self._registry.request_arena(message.run, connection.rank, wanted)
             case protocol.ArenaRelease():
-                self._registry.pool.free(self._registry.pool.granted(connection.number, message.arena))
-            case protocol.Persist() if connection.rank is not None:
-                self._registry.stage(connection.number, message.request, message.task, ranks)
+                self._registry.release(connection.number, message.arena)
+            case protocol.Begin() if connection.rank is not None:
+                self._registry.begin(connection.number, message.request, message.task, ranks)
+            case protocol.Ready():
+                self._registry.ready(connection.number, message.request, message.nbytes)
             case protocol.Abandon() if connection.rank is not None:
                 self._registry.abandon(message, ranks)
             case _:

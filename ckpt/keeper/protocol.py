@@ -11,7 +11,9 @@ side can read the secret file beside the socket::
                                             <-  Welcome(pid, job)  or  Failed
     ArenaRequest                            ->
                                             <-  ArenaGrant, with the arena's memfd beside it
-    Persist(task)                           ->
+    Begin(task)                             ->      the snapshot is about to be copied into the arena
+    Ready(nbytes), again and again          ->      so much of the arena is final: the keeper writes it meanwhile
+    Ready(the end)                          ->
                                             <-  Staged             from now on the keeper finishes the save alone
                                             <-  Saved  or  Failed
     Bye                                     ->
@@ -86,14 +88,19 @@ class SaveTask(msgspec.Struct, frozen=True):
     progress_timeout_s: float = 600.0
 
 
+def arena_end(task: SaveTask) -> int:
+    """Where a task's last file ends in its arena: the watermark at which its snapshot is whole."""
+    return max((file.arena_offset + file.nbytes for file in task.files), default=0)
+
+
 class SaveResult(msgspec.Struct, frozen=True):
-    """What became of one rank's task: its bytes, and the seconds to make them durable and to see COMMIT."""
+    """What became of one rank's task: its bytes, and what it took in seconds."""
 
     step: int
     attempt: str  # "w7.3"
     nbytes_written: int
-    write_s: float
-    commit_s: float
+    write_s: float  # from the begin of the copy until all of it was durable
+    commit_s: float  # from staged to COMMIT
     warnings: tuple[str, ...] = ()  # what went wrong without harming the step, such as retention
 
 
@@ -146,11 +153,24 @@ class ArenaRelease(msgspec.Struct, frozen=True, tag="release"):
     arena: int
 
 
-class Persist(msgspec.Struct, frozen=True, tag="persist"):
-    """A whole snapshot lies in the arena: persist it."""
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """A snapshot is about to be copied into the arena: write it as it comes, which ``Ready`` tells.
+
+    A client that leaves, dies, releases the arena or abandons the attempt before the end has failed the save.
+    """
 
     request: int
     task: SaveTask
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The arena's first ``nbytes`` are final. Never less than before; ``arena_end(task)`` at last.
+
+    That last one is sent whatever has become of the save: it says that the trainer is done with the arena.
+    """
+
+    request: int  # of the Begin
+    nbytes: int
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
@@ -227,7 +247,7 @@ class ClientStatus(msgspec.Struct, frozen=True):
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):
-    """One arena; ``state`` is "free", "granted", "staged" or "stuck" (a failed save still reads it)."""
+    """One arena: "free", "granted", "filling" (copied into and written), "staged", "stuck" (a failed save reads it)."""
 
     arena: int
     run: str
@@ -248,7 +268,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     log: str
 
 
-FromClient: TypeAlias = Hello | Answer | ArenaRequest | ArenaRelease | Persist | Abandon | Bye | StatusRequest
+FromClient: TypeAlias = Hello | Answer | ArenaRequest | ArenaRelease | Begin | Ready | Abandon | Bye | StatusRequest
 FromKeeper: TypeAlias = Challenge | Welcome | ArenaGrant | Staged | Saved | Failed | Status
 
 from_client = msgspec.msgpack.Decoder(FromClient)

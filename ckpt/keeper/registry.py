@@ -11,7 +11,7 @@ import msgspec
 from ckpt.errors import BadInputError, CkptError, RankError
 from ckpt.format.commit import Attempt
 from ckpt.keeper import log, protocol
-from ckpt.keeper.arenas import STAGED, Arena, ArenaPool, Wanted
+from ckpt.keeper.arenas import FILLING, STAGED, Arena, ArenaPool, Wanted
 from ckpt.keeper.lanes import Lane, Settled, Written
 from ckpt.keeper.persist import attempt_of, check_task
 from ckpt.keeper.saves import QUEUED, WRITING, Failure, Save, Work
@@ -34,6 +34,20 @@ class Death(msgspec.Struct, frozen=True):
     newest: int
 
 
+class Filling(msgspec.Struct, frozen=True):
+    """An arena that a trainer copies into, although its save may have failed or, without ``save``, was refused."""
+
+    arena: Arena
+    end: int
+    save: Save | None = None
+    work: Work | None = None
+
+    def lose(self, error: RankError) -> None:
+        """What is in it will never be whole."""
+        if self.save is not None and self.work is not None:
+            self.save.lose(self.work.task.rank, error)
+
+
 class Registry:
     """``answer`` sends to a connection (and forgets it when that is gone); ``post`` is called from other threads."""
 
@@ -44,6 +58,7 @@ class Registry:
         self._lanes: dict[str, Lane] = {}
         self._users: dict[tuple[str, int], set[int]] = {}  # (run, rank) -> connections that save to it
         self._saves: dict[SaveKey, Save] = {}
+        self._filling: dict[tuple[int, int], Filling] = {}  # (connection, request) -> until the trainer is done with it
         self._ended: OrderedDict[SaveKey, Failure | None] = OrderedDict()
         self._deaths: dict[int, Death] = {}  # by rank
         self._stuck: dict[int, float] = {}  # arena that a failed save still reads -> since when
@@ -62,10 +77,27 @@ class Registry:
         self._users.setdefault((run, rank), set()).add(wanted.holder)
         self.pool.request(run, rank, wanted)
 
+    def release(self, holder: int, number: int) -> None:
+        """A trainer gives an arena back. BadInputError for one that was not lent to it."""
+        for key, filling in list(self._filling.items()):
+            if key[0] == holder and filling.arena.number == number:
+                filling.lose(RankError(f"rank {filling.arena.rank} gave its snapshot up before it was staged"))
+                self._let_go(key)
+                return
+        self.pool.free(self.pool.granted(holder, number))
+
+    def _let_go(self, key: tuple[int, int]) -> None:
+        """The trainer is done with an arena; so is everyone when nothing reads it any more."""
+        filling = self._filling.pop(key)
+        if filling.work is not None:
+            filling.work.copied = True
+        if filling.work is None or filling.work.over:
+            self.pool.free(filling.arena)
+
     # -- saves -----------------------------------------------------------------------------
 
-    def stage(self, holder: int, request: int, task: protocol.SaveTask, neighbours: Iterable[int]) -> None:
-        """Take over a rank's snapshot; ``neighbours`` are the ranks that are connected."""
+    def begin(self, holder: int, request: int, task: protocol.SaveTask, neighbours: Iterable[int]) -> None:
+        """Write a rank's snapshot while it is copied; ``neighbours`` are the ranks that are connected."""
         key = (task.run, attempt_of(task))
         try:
             arena = self.pool.granted(holder, task.arena)
@@ -76,23 +108,51 @@ class Registry:
         try:
             check_task(task, arena.nbytes)
             if key in self._saves and task.rank in self._saves[key].works:
-                raise BadInputError(f"rank {task.rank} has already staged step {task.step} ({key[1].label})")
+                raise BadInputError(f"rank {task.rank} has already begun step {task.step} ({key[1].label})")
             if key in self._ended:
                 raise self._too_late(key, task.rank)
         except CkptError as error:
-            self.pool.free(arena)
+            arena.state = FILLING
+            self._filling[holder, request] = Filling(arena, protocol.arena_end(task))
             if key not in self._saves or task.rank not in self._saves[key].works:
                 self._give_up(task.rank, key, task.world, error, neighbours)
             self._answer(holder, _failed(request, error), None)
             return
-        arena.state = STAGED
+        arena.state = FILLING
         work = Work(task, arena, holder, request)
         save = self._save(key, task.world, task.progress_timeout_s, neighbours)
         save.add(task.rank, work)
-        self._answer(holder, protocol.Staged(request), None)
+        self._filling[holder, request] = Filling(arena, work.end, save, work)
         self._lane(task.run).write(save, work)
         for rank, death in self._deaths.items():
             self._lose_if_dead(save, rank, death)
+
+    def ready(self, holder: int, request: int, nbytes: int) -> None:
+        """So much of an arena is final; at the end the snapshot is staged, unless its save has failed meanwhile."""
+        key = (holder, request)
+        filling = self._filling.get(key)
+        if filling is None:
+            return  # its arena was not lent to this client
+        save, work = filling.save, filling.work
+        if save is not None and work is not None and save.failure is None:
+            said = max(0, work.ready)
+            if said <= nbytes <= work.end:
+                if nbytes == work.end:
+                    work.arena.state = STAGED
+                    work.copied = True
+                    self._answer(holder, protocol.Staged(request), None)
+                save.advance(work, nbytes)
+            else:
+                rank = work.task.rank
+                save.fail(
+                    BadInputError(
+                        f"rank {rank} says that {nbytes:,} bytes of its arena are final, "
+                        f"expected {said:,}, which it has said already, to {work.end:,}"
+                    ),
+                    rank,
+                )
+        if nbytes >= filling.end:
+            self._let_go(key)
 
     def abandon(self, message: protocol.Abandon, neighbours: Iterable[int]) -> None:
         """A trainer says that its part will never come."""
@@ -126,9 +186,11 @@ class Registry:
     # -- what the lanes report -------------------------------------------------------------
 
     def written(self, event: Written) -> None:
-        """A rank's files and part are durable, or have failed: its arena is free again."""
+        """A rank's files and part are durable, or have failed: its arena is free again, unless it is still filled."""
         self._stuck.pop(event.work.arena.number, None)
-        self.pool.free(event.work.arena)
+        event.work.over = True
+        if event.work.copied:
+            self.pool.free(event.work.arena)
 
     def settled(self, event: Settled) -> None:
         """A save is over: tell its ranks."""
@@ -165,8 +227,15 @@ class Registry:
         """A trainer has connected."""
         self._deaths.pop(rank, None)
 
-    def connection_left(self, number: int, *, done: bool) -> None:
-        """A connection has ended. If its rank is done, memory and threads for runs that nobody else saves to go."""
+    def connection_left(self, number: int, how: str, *, done: bool) -> None:
+        """A connection has ended, ``how`` being ``process 123) died``: what it was copying will never be whole.
+
+        If its rank is done, memory and threads for runs that nobody else saves to go.
+        """
+        for key, filling in list(self._filling.items()):
+            if key[0] == number:
+                filling.lose(RankError(f"rank {filling.arena.rank} ({how} before its snapshot was staged"))
+                self._let_go(key)
         self.pool.drop_holder(number)
         for (run, rank), users in list(self._users.items()):
             users.discard(number)
@@ -182,7 +251,7 @@ class Registry:
             self._lanes.pop(run).stop()
 
     def rank_died(self, rank: int, pid: int, newest_connection: int) -> None:
-        """A trainer's process has ended without bye: saves that it has not staged fail."""
+        """A trainer's process has ended without bye: saves that it has not begun fail."""
         death = self._deaths[rank] = Death(pid, newest_connection)
         for save in self._saves.values():
             self._lose_if_dead(save, rank, death)

@@ -1,4 +1,4 @@
-"""What a keeper knows of a save under way: which ranks have staged, written, failed or died."""
+"""What a keeper knows of a save under way: which ranks have begun, staged, written, failed or died."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.errors import CkptError, RankError, error_from_kind
 from ckpt.format.commit import Attempt, FileRef
 from ckpt.format.part import Part
 from ckpt.keeper.arenas import Arena
-from ckpt.keeper.protocol import RankStatus, SaveStatus, SaveTask
+from ckpt.keeper.protocol import RankStatus, SaveStatus, SaveTask, arena_end
 
 QUEUED, WRITING, DURABLE, FAILED = "queued", "writing", "durable", "failed"
 
@@ -36,7 +36,7 @@ def see(part: Part, ref: FileRef) -> SeenPart:
 
 
 class Work:
-    """One rank's task in this keeper. The rank's writing thread changes it; others look."""
+    """One rank's task in this keeper. The rank's writing thread and the main thread change it; others look."""
 
     def __init__(self, task: SaveTask, arena: Arena, holder: int, request: int) -> None:
         self.task = task
@@ -45,9 +45,13 @@ class Work:
         self.request = request
         self.state = QUEUED
         self.nbytes = sum(file.nbytes for file in task.files)
+        self.end = arena_end(task)
+        self.ready = -1  # so much of the arena is final; -1: not a word yet, which differs from 0 when ``end`` is 0
+        self.copied = False  # whether the trainer is done with the arena
+        self.over = False  # whether the keeper is
         self.nbytes_written = 0
         self.write_s = 0.0
-        self.staged_at = time.monotonic()
+        self.staged_at = time.monotonic()  # begun, until it is staged
         self.keys: list[str] = []  # what it has created in the store, and may remove again
 
 
@@ -86,7 +90,7 @@ class Save:
         self.progress_at = time.monotonic()
 
     def add(self, rank: int, work: Work) -> None:
-        """Rank ``rank`` has staged."""
+        """Rank ``rank`` has begun to fill its arena."""
         with self.changed:
             self.works[rank] = work
             self._progress()
@@ -96,6 +100,22 @@ class Save:
         with self.changed:
             work.nbytes_written += nbytes
             self.progress_at = time.monotonic()
+            if self.failure is not None:
+                raise SaveAbandonedError
+
+    def advance(self, work: Work, nbytes: int) -> None:
+        """The first ``nbytes`` of a work's arena are final."""
+        with self.changed:
+            work.ready = nbytes
+            if nbytes == work.end:
+                work.staged_at = time.monotonic()
+            self.progress_at = time.monotonic()
+            self.changed.notify_all()  # the writing thread waits for it; nobody else counts it as news
+
+    def await_ready(self, work: Work, nbytes: int) -> None:
+        """Wait until the first ``nbytes`` of a work's arena are final. Raises SaveAbandoned when it has failed."""
+        with self.changed:
+            self.changed.wait_for(lambda: work.ready >= nbytes or self.failure is not None)
             if self.failure is not None:
                 raise SaveAbandonedError
 
@@ -158,7 +178,7 @@ class Save:
         return any(work.state in {QUEUED, WRITING} for work in list(self.works.values()))
 
     def covers_world(self, *more: Iterable[int]) -> bool:
-        """Whether the ranks that staged or were lost here, and ``more``, are all there are: no other node has any."""
+        """Whether the ranks that save or were lost here, and ``more``, are all there are: no other node has any."""
         return len({*self.works, *self.lost}.union(*more).intersection(range(self.world))) == self.world
 
     def status(self) -> SaveStatus:

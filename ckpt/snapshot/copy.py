@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -15,6 +15,9 @@ from ckpt.snapshot.arena import as_bytes, pin
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+PROGRESS_NBYTES = 16 << 20
+
+
 class Copied(msgspec.Struct, frozen=True):
     """What a copy cost."""
 
@@ -22,17 +25,22 @@ class Copied(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def copy_into(arena: memoryview, tensors: Iterable[tuple[torch.Tensor, int]]) -> Copied:
+def copy_into(
+    arena: memoryview, tensors: Iterable[tuple[torch.Tensor, int]], progress: Callable[[int], None] | None = None
+) -> Copied:
     """Copy each tensor's elements, row-major, to its offset in the arena; all of it is there when this returns.
+
+    ``progress`` is called after every 16 MiB or so with how many bytes of the arena, from its start, have got their
+    content for good; not at the end, and not for what comes from a device. The offsets must ascend then.
 
     The tensors are plain local ones (a DTensor's local shard). Strided, expanded and conjugated ones are
     copied by what they show, not by what they store. On a device the copies run on a stream of their own, after
     the work that is queued now. Raises BadInputError for a tensor without bytes (meta, sparse) and one that
-    lies outside of the arena.
+    lies outside of the arena, or before one that was copied already.
     """
     started = time.perf_counter()
     target = as_bytes(arena)
-    nbytes = 0
+    nbytes = end = told = 0
     on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with torch.no_grad():
         for tensor, offset in tensors:
@@ -40,14 +48,22 @@ def copy_into(arena: memoryview, tensors: Iterable[tuple[torch.Tensor, int]]) ->
             size = source.numel() * source.element_size()
             if offset < 0 or offset + size > target.numel():
                 raise BadInputError(f"bytes {offset} to {offset + size} lie outside of an arena of {target.numel()}")
+            if progress is not None and offset < end:
+                raise BadInputError(f"a tensor for byte {offset} comes after those that end at {end}")
             nbytes += size
+            end = offset + size
             if not size:
                 continue
-            place = target[offset : offset + size]
             if source.device.type == "cuda":
-                on_device.setdefault(source.device, []).append((source, place))
-            else:
-                _copy(source, place)
+                on_device.setdefault(source.device, []).append((source, target[offset:end]))
+                continue
+            done = offset
+            for piece in _pieces(source):
+                start, done = done, done + piece.numel() * piece.element_size()
+                _copy(piece, target[start:done])
+                if progress is not None and not on_device and done - told >= PROGRESS_NBYTES:
+                    told = done
+                    progress(told)
         if on_device:
             pin(arena)
         for device, copies in on_device.items():
@@ -74,6 +90,22 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() > 8:
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGER[tensor.element_size()])
+
+
+def _pieces(source: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same elements in the same order, in pieces of at most PROGRESS_NBYTES."""
+    nbytes = source.numel() * source.element_size()
+    if nbytes <= PROGRESS_NBYTES:
+        yield source
+        return
+    if source.is_contiguous():
+        source = source.reshape(-1)
+    rows = PROGRESS_NBYTES * len(source) // nbytes
+    for row in range(0, len(source), max(1, rows)):
+        if rows:
+            yield source[row : row + rows]
+        else:
+            yield from _pieces(source[row])
 
 
 def _copy(source: torch.Tensor, place: torch.Tensor, *, non_blocking: bool = False) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
+from ckpt.keeper.client import statuses
 from ckpt.testing import store_env
 from tests.ranks import run_ranks
 
@@ -179,3 +181,22 @@ def test_a_run_begun_with_save_can_be_continued(tmp_path: Path, capsys: pytest.C
     assert loop(run, 5) == [4, 5]
     assert "restored step 3 (w1.1)" in capsys.readouterr().err
     assert ckpt.steps(run) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_memory_for_saves_is_there_before_the_first_one(tmp_path: Path, restored: bool) -> None:
+    """After a restore, or the first step of a new run, both arenas come in the background."""
+    run = str(tmp_path / "run")
+    if restored:
+        loop(run, 1)
+    seen = []
+    with ckpt.Checkpointer(run, {"w": torch.zeros(3), "note": "new"}) as checkpointer:
+        for step in checkpointer.steps(total=3 + restored):
+            assert checkpointer.pending is None
+            if step == 2 + restored:
+                deadline = time.monotonic() + 20
+                while len(seen) < 2 and time.monotonic() < deadline:
+                    seen = [a for s in statuses() for a in s.arenas if (a.run, a.state) == (run, "free")]
+                    time.sleep(0.005)
+    assert len(seen) == 2
+    assert ckpt.steps(run)[-1] == 3 + restored

@@ -38,7 +38,14 @@ def entries_of(layout: Layout, rank: int) -> list[Entry]:
 
 def stage(client: KeeperClient, run: str, step: int, save: int, **options: Any) -> PendingTask:
     """Fill an arena and hand it over; ``options`` are this module's and SaveTask's own."""
-    return client.persist(fill(client, run, step, save, **options)[1])
+    return hand_over(client, fill(client, run, step, save, **options)[1])
+
+
+def hand_over(client: KeeperClient, task: SaveTask) -> PendingTask:
+    """Of an arena that is filled already, one watermark tells all."""
+    pending = client.begin(task)
+    pending.ready(pending.end)
+    return pending
 
 
 def fill(
@@ -101,6 +108,12 @@ class Rank:
         assert self.client is not None
         self.pending[save] = stage(self.client, run, step, save, **options)
         self.pending[save].wait_staged(30)
+
+    def begin(self, run: str, step: int, save: int, ready: int, **options: Any) -> None:
+        """Begin a save and announce only so much of it."""
+        assert self.client is not None
+        self.pending[save] = self.client.begin(fill(self.client, run, step, save, **options)[1])
+        self.pending[save].ready(ready)
 
     def borrow(self, run: str, nbytes: int) -> int:
         """The arena's id."""

@@ -58,9 +58,8 @@ def test_a_trainer_that_died_before_its_peer_staged(trainers: Trainers, url: str
     """The peer stages only after the death: the keeper remembers it."""
     first, second = trainers(0), trainers(1)
     second.kill()
-    first.save(7, world=2, progress_timeout_s=3600)
     with pytest.raises(TrainerError, match=r"rank 1 .* died"):
-        first.wait(7)
+        first.save(7, world=2, progress_timeout_s=3600)
 
 
 def test_the_first_rank_killed_before_staging(trainers: Trainers, url: str):

@@ -28,8 +28,8 @@ def test_messages_round_trip():
     )  # fmt: skip
     said = [
         protocol.Hello(b"n"), protocol.Answer(b"p", 3), protocol.Answer(b"p", None), protocol.ArenaRequest(1, "/r", 9),
-        protocol.ArenaRelease(2), protocol.Persist(1, task), protocol.Abandon("/r", 1, 2, 3, 0, 1, "why"),
-        protocol.Bye(done=False), protocol.StatusRequest(7),
+        protocol.ArenaRelease(2), protocol.Begin(1, task), protocol.Ready(1, 9),
+        protocol.Abandon("/r", 1, 2, 3, 0, 1, "why"), protocol.Bye(done=False), protocol.StatusRequest(7),
     ]  # fmt: skip
     buffer = protocol.FrameBuffer(limit_nbytes=1 << 20)
     stream = b"".join(map(protocol.pack, said))

@@ -12,7 +12,7 @@ from ckpt.errors import BadInputError, KeeperError
 from ckpt.format.commit import Attempt
 from ckpt.keeper.client import KeeperClient, statuses
 from tests.keeper.conftest import Trainer, is_alive, wait_for
-from tests.keeper.rank_process import fill, stage
+from tests.keeper.rank_process import fill, hand_over, stage
 from tests.keeper.steps import check_step, committed, folders
 
 Trainers = Callable[..., Trainer]
@@ -58,7 +58,7 @@ def test_two_runs_in_one_keeper(folder: Path, url: str, tmp_path: Path):
         held = [fill(client, run, 1, 1)[1] for run in (url, other, url, other)]
         assert len({task.arena for task in held}) == 4
         for task in held[:2]:
-            client.persist(task).wait(60)
+            hand_over(client, task).wait(60)
     assert committed(url) == [1]
     check_step(url, 1)
     assert folders(other) == ["step-00000001-w1.1"]
@@ -74,7 +74,7 @@ def test_arenas_alternate(folder: Path, url: str):
             client.arena(10, url, timeout_s=0.05)
         client.release(second)
         assert client.arena(10, url).id == second.id
-        client.persist(task).wait(60)
+        hand_over(client, task).wait(60)
         third = client.arena(10, url)
         assert third.id == first.id
         assert bytes(third.view[:8]) == bytes(first.view[:8])
@@ -106,7 +106,7 @@ def test_an_empty_rank(folder: Path, url: str):
     with KeeperClient.connect(0) as client:
         _, task = fill(client, url, 1, 1)
         arena = client.arena(0, url)
-        pending = client.persist(type(task)(**{**{f: getattr(task, f) for f in task.__struct_fields__},
+        pending = hand_over(client, type(task)(**{**{f: getattr(task, f) for f in task.__struct_fields__},
                                                "arena": arena.id, "files": ()}))  # fmt: skip
         pending.wait(60)
     assert sorted(os.listdir(Path(url, "step-00000001-w1.1"))) == ["COMMIT", "part-00000-of-00001.json"]
@@ -137,7 +137,7 @@ def test_a_task_that_does_not_fit_is_refused(folder: Path, url: str, change: dic
                 change = {"files": (msgspec.structs.replace(file, nbytes=file.nbytes - 1),)}
             case str(name):
                 change = {"files": (msgspec.structs.replace(file, name=name),)}
-        pending = client.persist(msgspec.structs.replace(task, **change))
+        pending = hand_over(client, msgspec.structs.replace(task, **change))
         with pytest.raises(BadInputError, match=message):
             pending.wait(60)
         assert not pending.staged
@@ -162,7 +162,7 @@ def test_status(folder: Path, url: str):
     """``statuses`` tells who is connected, which arenas there are, and what is under way."""
     with KeeperClient.connect(0) as client:
         task = fill(client, url, 1, 1, world=2)[1]
-        client.persist(task).wait_staged(30)
+        hand_over(client, task).wait_staged(30)
         wait_for(lambda: statuses()[0].saves[0].ranks[0].state == "durable", "rank 0 is durable")
         (status,) = statuses()
         assert (status.pid, [(c.rank, c.pid) for c in status.clients]) == (client.keeper_pid, [(0, os.getpid())])

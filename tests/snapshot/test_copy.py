@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -93,6 +94,34 @@ def test_many_at_once():
     tensors = [(torch.full((100,), i, dtype=torch.int32), i * 400) for i in range(30)]
     assert copy_into(arena, tensors).nbytes == 30 * 400
     assert as_bytes(arena)[:12000].view(torch.int32).tolist() == [i for i in range(30) for _ in range(100)]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(14 << 20, dtype=torch.int32),
+        torch.arange(14 << 20, dtype=torch.int32).view(7 << 10, 2 << 10).t(),
+        torch.arange(14 << 20, dtype=torch.int32).view(1, 2, 7 << 20).transpose(1, 2).expand(2, 7 << 20, 2),
+        torch.arange(7 << 20, dtype=torch.float64).to(torch.complex128),
+    ],
+)
+def test_progress(tensor: torch.Tensor):
+    """Every 16 MiB or so it is told how much of the arena is final, and so it is at that moment."""
+    size = tensor.numel() * tensor.element_size()
+    arena, small = memoryview(bytearray(size + 400)), torch.ones(100, dtype=torch.int32)
+    expected = bytes(tensor_bytes(tensor.contiguous()))
+    told: list[int] = []
+
+    def progress(nbytes: int) -> None:
+        assert arena[400:nbytes] == expected[: nbytes - 400]
+        told.append(nbytes)
+
+    copy_into(arena, [(small, 0), (tensor, 400)], progress)
+    assert arena[400:] == expected
+    assert told == sorted(told)
+    assert len(told) == size // (16 << 20) or max(b - a for a, b in itertools.pairwise([0, *told, size])) < 32 << 20
+    with pytest.raises(BadInputError, match="a tensor for byte 0 comes after those that end at"):
+        copy_into(arena, [(tensor, 400), (small, 0)], progress)
 
 
 def test_what_has_no_bytes_is_refused():
