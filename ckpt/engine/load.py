@@ -129,6 +129,8 @@ def _told_spoiled(error: CkptError, spoiled: bool) -> CkptError:
 def _wait_for_saves(session: Session) -> None:
     """A save of ours that is under way may become the latest step; so may one that a dead job staged."""
     for pending in session.pending:
+        if pending.done:
+            continue
         try:
             pending.result()
         except CkptError:

@@ -109,7 +109,8 @@ class Session:
     def loaded(self, step: int) -> None:
         """The group has loaded ``step``: what it writes next goes on from there, as a new writer if need be."""
         self.loaded_step = step
-        if self._fenced is not None or step != self._last_step:
+        fenced = self._fenced is not None or any(isinstance(p.error, FencedError) for p in self.pending)
+        if fenced or step != self._last_step:
             self.writer = None
         self._fenced = None
 
@@ -245,7 +246,7 @@ class Session:
         """Raise the error of an earlier save that nobody was told of: no failure is silent."""
         for pending in self.pending:
             error = pending.error
-            if isinstance(error, FencedError):
+            if isinstance(error, FencedError) and self.writer is not None:  # else the group has loaded since
                 self._fenced = error
             if error is not None and not pending.told:
                 pending.told = True

@@ -134,6 +134,8 @@ try:
     ckpt.save(run, 3, {"w": torch.ones(3)}, wait=True)
 except ckpt.FencedError as error:
     print("still fenced", flush=True)
+print("loaded", ckpt.load(run, {"w": torch.zeros(3)}).step, flush=True)
+print("saved", ckpt.save(run, 3, {"w": torch.ones(3)}).result().attempt, flush=True)
 """
 
 
@@ -153,9 +155,9 @@ def test_a_zombie_commits_nothing_and_is_told_who_holds_the_run(tmp_path: Path) 
     assert zombie.returncode == 0
     assert "writer 2 holds the run" in out
     assert f"pid {os.getpid()}" in out
-    assert out.endswith("still fenced\n")
-    assert [s.attempt.label for s in ckpt.run.Run.open(run).survey().steps if s.commit] == ["w1.1", "w2.1"]
-    assert ckpt.read(run)["w"][0] == 5
+    assert out.endswith("still fenced\nloaded 2\nsaved w3.1\n")
+    assert [s.attempt.label for s in ckpt.run.Run.open(run).survey().steps if s.commit] == ["w1.1", "w2.1", "w3.1"]
+    assert ckpt.read(run, step=2)["w"][0] == 5
 
 
 def test_strict_lists_everything_and_touches_nothing(tmp_path: Path) -> None:
