@@ -17,8 +17,9 @@ from ckpt.format.part import RankTensor, data_name
 from ckpt.format.safetensors import HeaderEntry, build_header, st_dtype
 from ckpt.keeper.protocol import FileTask, LayoutTask
 from ckpt.plan.boxes import LayoutBoxes
-from ckpt.plan.files import PAGE_NBYTES, Entry, file_tables
+from ckpt.plan.files import Entry, file_tables
 from ckpt.plan.save import Group, LocalTensor, Structure, hf_index, plan_layouts
+from ckpt.snapshot.arena import place_files
 from ckpt.snapshot.copy import tensor_bytes
 from ckpt.state import FlatState, TensorLeaf, flatten
 
@@ -210,22 +211,22 @@ def arena_files(
     plan: SavePlan, rank: int, world: int, rank_tensors: Sequence[RankTensor], encode: str
 ) -> tuple[list[ArenaFile], int]:
     """Where each of this rank's files lies in the arena, and how many bytes the arena needs."""
-    files: list[ArenaFile] = []
-    offset = 0
-    for group, entries in file_tables(plan.layouts[plan.mine], rank, rank_tensors, plan.boxes).items():
-        header = b"" if encode != "raw" else _header(entries)
-        payload = entries[-1].offset + entries[-1].nbytes
+    tables = file_tables(plan.layouts[plan.mine], rank, rank_tensors, plan.boxes)
+    headers = {group: b"" if encode != "raw" else _header(entries) for group, entries in tables.items()}
+    sizes = [len(headers[group]) + entries[-1].offset + entries[-1].nbytes for group, entries in tables.items()]
+    offsets, arena_nbytes = place_files(sizes)
+    files = []
+    for (group, entries), nbytes, offset in zip(tables.items(), sizes, offsets, strict=True):
         task = FileTask(
             group=group,
             name=data_name(group, rank, world, encode),
             arena_offset=offset,
-            nbytes=len(header) + payload,
-            header_nbytes=len(header),
+            nbytes=nbytes,
+            header_nbytes=len(headers[group]),
             shards=tuple(entry.nbytes for entry in entries),
         )
-        files.append(ArenaFile(task, header, tuple(entries)))
-        offset += -(-task.nbytes // PAGE_NBYTES) * PAGE_NBYTES
-    return files, offset
+        files.append(ArenaFile(task, headers[group], tuple(entries)))
+    return files, arena_nbytes
 
 
 def _header(entries: Sequence[Entry]) -> bytes:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from tests.distributed.models import whole
+from tests.distributed.models import assert_equal, whole
 from tests.ranks import run_ranks
 
 NAMES = ("emb.weight", "head.weight")
@@ -62,13 +62,6 @@ def numbers(state: dict[str, object]) -> dict[str, torch.Tensor]:
         for key, value in state["optimizer"].state[parameter].items():
             found[f"{name}/{key}"] = whole(value).clone()
     return found
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 @pytest.fixture(scope="module")

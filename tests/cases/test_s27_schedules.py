@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import ckpt
+from tests.cases.cutting import cut_after
 
 TOTAL = 20
 
@@ -59,15 +58,6 @@ def train(run: Path, every: int | None) -> tuple[int | None, list[dict[str, Any]
                 state["schedules"][name].step()
             log.append(now)
     return checkpointer.restored_step, log
-
-
-def cut_after(run: Path, step: int, to: Path) -> Path:
-    """The run as it would be had its job been killed after committing ``step``."""
-    shutil.copytree(run, to, copy_function=os.link)
-    for folder in to.glob("step-*"):
-        if int(folder.name.split("-")[1]) > step:
-            shutil.rmtree(folder)
-    return to
 
 
 def test_s27_learning_rates_go_on_from_any_step(tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ Those of CUDA devices are in tests/gpu.
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ckpt
+from tests.cases.cutting import cut_after
 from tests.ranks import run_ranks
 
 SAMPLES, BATCH = 24, 2
@@ -75,15 +74,6 @@ def job(rank: int, world: int, run: str, workers: int, restarted: bool) -> tuple
             if step in (EPOCH_END - 1, EPOCH_END) and not restarted:
                 checkpointer.save(step)
     return checkpointer.restored_step, log
-
-
-def cut_after(run: Path, step: int, to: Path) -> Path:
-    """The run as it would be had its job been killed after committing ``step``."""
-    shutil.copytree(run, to, copy_function=os.link)
-    for folder in to.glob("step-*"):
-        if int(folder.name.split("-")[1]) > step:
-            shutil.rmtree(folder)
-    return to
 
 
 @pytest.mark.parametrize("workers", [0, 2])
