@@ -102,6 +102,10 @@ class Trainer:
         """Stage a step."""
         self.do("save", run=self.run, step=step, save=save if save is not None else step, **options)
 
+    def hand_over(self, step: int, **options: Any) -> None:
+        """The same to a store that fails, maybe before it is staged: ``wait`` tells."""
+        self.do("hand_over", run=self.run, step=step, save=step, **options)
+
     def wait(self, save: int) -> dict[str, Any]:
         """Wait until it is committed."""
         result: dict[str, Any] = self.do("wait", save=save)

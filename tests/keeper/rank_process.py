@@ -105,9 +105,13 @@ class Rank:
 
     def save(self, run: str, step: int, save: int, **options: Any) -> None:
         """Returns as soon as it is staged."""
+        self.hand_over(run, step, save, **options)
+        self.pending[save].wait_staged(30)
+
+    def hand_over(self, run: str, step: int, save: int, **options: Any) -> None:
+        """Announce all of it, and wait neither until it is staged nor until it has failed, which may come first."""
         assert self.client is not None
         self.pending[save] = stage(self.client, run, step, save, **options)
-        self.pending[save].wait_staged(30)
 
     def begin(self, run: str, step: int, save: int, ready: int, **options: Any) -> None:
         """Begin a save and announce only so much of it."""

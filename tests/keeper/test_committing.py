@@ -112,7 +112,7 @@ def test_a_failure_on_another_node_is_told(trainers: Trainers, url: str):
     full = store_env({"wrap": "faulty", "program": "keeper", "match": "*.safetensors", "errno": "ENOSPC"})
     here, there = trainers(0, CKPT_JOB="node-a"), trainers(1, CKPT_JOB="node-b", **full)
     for rank in (here, there):
-        rank.save(1, world=2, progress_timeout_s=3600)
+        rank.hand_over(1, world=2, progress_timeout_s=3600)
     with pytest.raises(TrainerError, match="no space left") as caught:
         there.wait(1)
     assert caught.value.kind == "StoreError"

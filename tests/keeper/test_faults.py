@@ -71,7 +71,7 @@ def test_one_rank_of_two_fails(trainers: Trainers, url: str):
                      "on_nth": 1, "errno": "ENOSPC"})  # fmt: skip
     ranks = [trainers(0, **env), trainers(1)]
     for rank in ranks:
-        rank.save(1, world=2, nbytes=20 << 20)
+        rank.hand_over(1, world=2, nbytes=20 << 20)
     with pytest.raises(TrainerError, match=r"rank 1: StoreError: .*no space left"):
         ranks[0].wait(1)
     with pytest.raises(TrainerError, match="no space left") as caught:
@@ -132,7 +132,7 @@ def test_killed_while_writing(trainers: Trainers, url: str, tmp_path: Path):
     """A keeper killed in the middle of a file leaves no step; the job's next keeper saves the step anew."""
     env = store_env({"wrap": "crash", "program": "keeper", "operation": "write", "at": 1})
     rank = trainers(0, **env)
-    rank.save(1, nbytes=40 << 20)
+    rank.hand_over(1, nbytes=40 << 20)
     with pytest.raises(TrainerError, match="is gone"):
         rank.wait(1)
     assert committed(url) == []
