@@ -1,11 +1,14 @@
-"""What every benchmark prints and writes: its figures, the machine, and whether the bounds hold."""
+"""What every benchmark has in common: its options, its figures, the machine, and whether the bounds hold."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,19 +19,50 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, and what it is compared with."""
+    """One measured number, what it is compared with, and the most that it may be."""
 
     name: str
     value: float
     unit: str
     against: str | None = None  # the name of the figure that ``ratio`` is relative to
     ratio: float | None = None  # the median of the ratios of the pairs, not the ratio of the medians
-    bound: float | None = None  # the largest ratio that --check lets pass; None: reported only
+    bound: float | None = None  # the largest ratio that --check lets pass; without a ratio, the largest value
 
     @property
     def holds(self) -> bool | None:
-        """Whether the ratio is within its bound; None where there is none."""
-        return None if self.bound is None or self.ratio is None else self.ratio <= self.bound
+        """Whether the ratio (without one: the value) is within its bound; None where there is none."""
+        if self.bound is None:
+            return None
+        return (self.value if self.ratio is None else self.ratio) <= self.bound
+
+
+def options(description: str | None, *, pairs: bool = True) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: --quick, --json, --plot, --check, and --pairs where there are some."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small and short, under 50 s")
+    if pairs:
+        parser.add_argument("--pairs", type=int, help="counted rounds (default 5; with --quick 3)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="write a PNG to this file")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bound does not hold")
+    return parser
+
+
+def finish(
+    args: argparse.Namespace, title: str, where: str, figures: list[Figure], draw: Callable[[Path, str], object]
+) -> int:
+    """Print and write the figures and the picture as ``args`` ask; the exit code, 1 if --check finds a broken bound.
+
+    ``draw(path, title)`` makes the picture; the title has a second line that says where it was measured.
+    """
+    show(title, where, figures)
+    if args.json:
+        write_json(args.json, where, figures)
+    if args.plot:
+        draw(args.plot, f"{title}\n{where}")
+    for sentence in broken(figures):
+        print(f"broken bound: {sentence}", file=sys.stderr)
+    return int(args.check and bool(broken(figures)))
 
 
 def machine(folder: Path) -> str:
@@ -68,8 +102,10 @@ def show(title: str, where: str, figures: list[Figure]) -> None:
     table.add_column("bound", justify="right")
     for figure in figures:
         ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-        bound = {None: "", True: f"≤ {figure.bound} holds", False: f"≤ {figure.bound} BROKEN"}[figure.holds]
-        table.add_row(figure.name, _amount(figure.value, figure.unit), figure.against or "", ratio, bound)
+        unit = "" if figure.ratio is not None else figure.unit
+        bound = "" if figure.bound is None else f"≤ {_amount(figure.bound, unit)}"
+        verdict = {None: "", True: " holds", False: " BROKEN"}[figure.holds]
+        table.add_row(figure.name, _amount(figure.value, figure.unit), figure.against or "", ratio, bound + verdict)
     console.print(table)
 
 
@@ -82,36 +118,21 @@ def write_json(path: Path, where: str, figures: list[Figure]) -> None:
 def broken(figures: list[Figure]) -> list[str]:
     """One sentence for every bound that does not hold."""
     return [
-        f"{figure.name}: {figure.ratio:.2f} of {figure.against}, the bound is {figure.bound}"
+        f"{figure.name}: {_amount(figure.value, figure.unit)}, the bound is {_amount(figure.bound or 0, figure.unit)}"
+        if figure.ratio is None
+        else f"{figure.name}: {figure.ratio:.2f} of {figure.against}, the bound is {figure.bound}"
         for figure in figures
         if figure.holds is False
     ]
 
 
-def plot_bars(path: Path, title: str, groups: dict[str, dict[str, float]], unit: str) -> None:
-    """A picture with one group of bars per key of ``groups``, each ``{label: value}``."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    labels = list(dict.fromkeys(label for bars in groups.values() for label in bars))
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    width = 0.8 / len(labels)
-    for i, label in enumerate(labels):
-        at = [j + (i - (len(labels) - 1) / 2) * width for j, bars in enumerate(groups.values()) if label in bars]
-        bars = axes.bar(at, [bars[label] for bars in groups.values() if label in bars], width, label=label)
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.set_ylabel(unit)
-    axes.set_title(title, fontsize=10)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def _amount(value: float, unit: str) -> str:
-    return f"{value / 1e9:.3f} GB" if unit == "bytes" else f"{value:.3f} {unit}"
+    if unit == "bytes":
+        scale, unit = next(
+            (pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if value >= pair[0]), (1.0, "bytes")
+        )
+        return f"{value / scale:.4g} {unit}"
+    return f"{value:.3f} {unit}" if unit else f"{value:g}"
 
 
 def _lines(path: str) -> list[str]:

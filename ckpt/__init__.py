@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt.engine.checkpointer import Checkpointer, every, keep
     from ckpt.engine.load import LoadReport, latest, load, read, steps
+    from ckpt.engine.pending import PendingSave, SaveReport
     from ckpt.engine.save import save
-    from ckpt.engine.session import PendingSave, SaveReport
     from ckpt.engine.verify import VerifyReport, verify
     from ckpt.errors import (
         AlreadyExistsError,
@@ -71,11 +71,11 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "ckpt.engine.checkpointer",
     "LoadReport": "ckpt.engine.load",
-    "PendingSave": "ckpt.engine.session",
+    "PendingSave": "ckpt.engine.pending",
     "PerRank": "ckpt.state",
     "RNG": "ckpt.state",
     "ResumableLoader": "ckpt.state",
-    "SaveReport": "ckpt.engine.session",
+    "SaveReport": "ckpt.engine.pending",
     "VerifyReport": "ckpt.engine.verify",
     "every": "ckpt.engine.checkpointer",
     "keep": "ckpt.engine.checkpointer",

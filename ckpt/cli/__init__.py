@@ -24,6 +24,7 @@ VERBS = {
     "restore": "merge the shards of a step into whole tensors, in plain files",
     "rollback": "make an older step the latest",
     "prune": "remove what no reader needs any more",
+    "keeper": "say what this node's keeper processes are doing: `ckpt keeper status`",
 }
 
 EXIT_CODES = """\

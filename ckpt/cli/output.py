@@ -89,6 +89,13 @@ def when_text(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+def seconds_text(seconds: float) -> str:
+    """``12 s``, ``3 min``, ``5.2 h``: how long something has taken, for people."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+
+
 def counted(number: int, thing: str) -> str:
     """``1 file``, ``2 files``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"

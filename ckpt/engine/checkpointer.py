@@ -12,10 +12,12 @@ from typing import Any, Self
 
 import msgspec
 
+from ckpt.engine import budget
 from ckpt.engine.load import LoadReport, latest, load_with
+from ckpt.engine.options import PROGRESS_TIMEOUT_S, SaveOptions, whole_number
+from ckpt.engine.pending import PendingSave, SaveReport
 from ckpt.engine.ranks import FlagInFlight
-from ckpt.engine.save import ENCODINGS
-from ckpt.engine.session import DRAIN_TIMEOUT_S, PROGRESS_TIMEOUT_S, PendingSave, SaveReport, session_of, whole_number
+from ckpt.engine.session import DRAIN_TIMEOUT_S, session_of
 from ckpt.errors import BadInputError, CkptError, NotFoundError, Preempted
 from ckpt.state import RNG
 
@@ -91,7 +93,8 @@ class Checkpointer:
 
     Entering restores the newest step that verifies (all but the random states, which ``steps()``
     restores when the first step begins). Leaving waits until every save is committed and raises
-    the error of one that failed. Random states are saved under the key ``rng``.
+    the error of one that failed. Random states are saved under the key ``rng``. How saves are made
+    (``encode``, ``overlap``, ``snapshots``, ``budget_bytes``, ``max_write_mbps``) is as in ``ckpt.save``.
     """
 
     def __init__(
@@ -102,21 +105,31 @@ class Checkpointer:
         every: Every | None = None,
         keep: Keep | None = None,
         encode: str = "raw",
+        overlap: bool = False,
+        snapshots: int = 2,
+        budget_bytes: int | None = None,
+        max_write_mbps: float | None = None,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
     ) -> None:
         if RNG_KEY in state and not isinstance(state[RNG_KEY], RNG):
             raise BadInputError(f"state[{RNG_KEY!r}]: the Checkpointer keeps the random states there; rename yours")
-        if encode not in ENCODINGS:
-            raise BadInputError(f"encode={encode!r}: expected one of {', '.join(ENCODINGS)}")
+        kept = keep or Keep()
+        self._options = SaveOptions(
+            encode=encode,
+            overlap=overlap,
+            snapshots=snapshots,
+            budget_bytes=budget_bytes,
+            max_write_mbps=max_write_mbps,
+            keep_last=kept.last,
+            keep_every=kept.every,
+            progress_timeout_s=progress_timeout_s,
+        )
         self.run = os.fspath(run)
         self.restored_step: int | None = None  # the step that entering restored
         self.load_report: LoadReport | None = None
         self.pending: PendingSave | None = None  # the newest save
         self._state = state
         self._every = every
-        self._keep = keep or Keep()
-        self._encode = encode
-        self._progress_timeout_s = progress_timeout_s
         self._rng = _LateRNG()
         self._stopping = threading.Event()
         self._stopped_at: int | None = None
@@ -133,8 +146,8 @@ class Checkpointer:
         try:
             # A run that was begun with ckpt.save has no random states.
             self.load_report = load_with(self._session, full, optional=(RNG_KEY,))
-        except NotFoundError:
-            pass  # a new run
+        except NotFoundError:  # a new run
+            budget.foretell(self._session.ranks, full, self._options)
         else:
             self.restored_step = self._step = self.load_report.step
             self._state.update({key: full[key] for key in self._state})
@@ -191,14 +204,7 @@ class Checkpointer:
     def save(self, step: int) -> PendingSave:
         """Save now, as step ``step``; collective. ``steps()`` calls it when due."""
         self._warmed = True
-        self.pending = self._session.save(
-            step,
-            self._full_state(),
-            encode=self._encode,
-            keep_last=self._keep.last,
-            keep_every=self._keep.every,
-            progress_timeout_s=self._progress_timeout_s,
-        )
+        self.pending = self._session.save(step, self._full_state(), self._options)
         return self.pending
 
     @property
@@ -213,7 +219,7 @@ class Checkpointer:
     # -- inside ----------------------------------------------------------------------------
 
     def _warm(self) -> None:
-        self._session.warm(self._full_state(), encode=self._encode)
+        self._session.warm(self._full_state(), self._options)
         self._warmed = True
 
     def _full_state(self) -> dict[str, Any]:

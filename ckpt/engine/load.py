@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,10 +12,12 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from ckpt.engine.fetch import Fetch
+from ckpt.engine.landing import TensorLanding
 from ckpt.engine.ranks import Ranks
 from ckpt.engine.reading import fetch_all
 from ckpt.engine.session import Session, session_of
-from ckpt.engine.tensors import Fetch, StepReader
+from ckpt.engine.tensors import StepReader
 from ckpt.errors import (
     BadInputError,
     CkptError,
@@ -30,8 +33,12 @@ from ckpt.snapshot.copy import as_integers
 from ckpt.state import LoadTarget, Read, StoredState, StoredTensor, dtype_of, read_tree, wanted
 
 SETTLE_TIMEOUT_S = 60.0
+# Ranks of a node from which on a tensor that all of them need is read through the page cache, so that the device reads
+# it once. Two are quicker past it: 0.34 against 0.51 s for the same 0.75 GB each.
+SHARED_FROM = 3
 
 Result = TypeVar("Result")
+Told = TypeVar("Told")
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -173,19 +180,24 @@ def _load_step(
     assert found.commit is not None
     reader = StepReader(session.run, found.attempt, found.commit)
 
-    def look() -> LoadTarget:
+    def look() -> tuple[LoadTarget, tuple[list[str], bool]]:
         stored = stored_state(reader, ranks.rank, ranks.world)
-        return wanted(state, stored, rank=ranks.rank, world=ranks.world, strict=False, cast=cast)
+        target = wanted(state, stored, rank=ranks.rank, world=ranks.world, strict=False, cast=cast)
+        fits = not target.mismatched and all(name in optional for name in target.missing)
+        return target, (target.unexpected, fits)
+
+    def fill() -> tuple[int, None]:
+        return fill_tensors(reader, target.reads, neighbours=_neighbours(ranks)), None
 
     # No rank's state is touched before all ranks know that what they will read fits.
-    target = _of_all(ranks, look, filling=False)
-    everyone = ranks.gather(target.unexpected)
-    target.unexpected = [name for name in target.unexpected if all(name in names for names in everyone)]
+    target, everyone = _of_all(ranks, look, filling=False)
     missing = tuple(target.missing)
     target.missing = [name for name in missing if name not in optional]
-    if strict:
+    common = set.intersection(*(set(unexpected) for unexpected, _ in everyone))
+    target.unexpected = [name for name in target.unexpected if name in common]
+    if strict and (common or not all(fits for _, fits in everyone)):  # the same on all ranks
         ranks.all_or_none(target.refuse_misfits)
-    nbytes = _of_all(ranks, lambda: fill_tensors(reader, target.reads), filling=True)
+    nbytes, _ = _of_all(ranks, fill, filling=True)
     ranks.all_or_none(target.apply)
     return LoadReport(
         step=found.attempt.step,
@@ -199,20 +211,30 @@ def _load_step(
     )
 
 
-def _of_all(ranks: Ranks, act: Callable[[], Result], *, filling: bool) -> Result:
-    """``act()`` on every rank; damage that any rank finds is raised on every rank, so that all fall back together."""
+def _of_all(ranks: Ranks, act: Callable[[], tuple[Result, Told]], *, filling: bool) -> tuple[Result, list[Told]]:
+    """``act()`` on every rank: this rank's own result, and what each tells the others, in rank order.
 
-    def attempt() -> tuple[Result | None, str | None]:
+    Damage that any rank finds is raised on every rank, so that all fall back together.
+    """
+
+    def attempt() -> tuple[Result | None, tuple[str | None, Told | None]]:
         try:
-            return act(), None
+            result, told = act()
         except DamagedError as error:
-            return None, str(error)
+            return None, (str(error), None)
+        return result, (None, told)
 
     result, everyone = ranks.exchange(attempt)
-    for rank, damage in enumerate(everyone):
+    for rank, (damage, _) in enumerate(everyone):
         if damage is not None:
             raise _BadStepError(damage if ranks.world == 1 else f"rank {rank}: {damage}", spoiled=filling)
-    return typing.cast("Result", result)
+    return typing.cast("Result", result), [told for _, told in everyone]
+
+
+def _neighbours(ranks: Ranks) -> int:
+    """How many ranks there are on this node; all of them where the launcher does not say."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(int(told), ranks.world) if told.isdecimal() else ranks.world
 
 
 def stored_state(reader: StepReader, rank: int | None, world: int) -> StoredState:
@@ -221,39 +243,54 @@ def stored_state(reader: StepReader, rank: int | None, world: int) -> StoredStat
     shared: dict[str, Any] = {"tensors": tensors, "aliases": reader.aliases(), "values": reader.values()}
     if rank is not None and reader.commit.world == world:
         return StoredState(**shared, rank_values=reader.rank_values(rank), rank_tensors=_own_tensors(reader, rank))
-    everyone = range(reader.commit.world)
     return StoredState(
         **shared,
-        all_rank_values=[reader.rank_values(saved) for saved in everyone],
-        all_rank_tensors=[_own_tensors(reader, saved) for saved in everyone],
+        all_rank_values=_EachRank(reader.commit.world, reader.rank_values),
+        all_rank_tensors=_EachRank(reader.commit.world, lambda saved: _own_tensors(reader, saved)),
     )
+
+
+class _EachRank(Sequence[Any]):
+    """What each saved rank has of its own, read when it is asked for: few states need it, and ranks can be many."""
+
+    def __init__(self, world: int, look: Callable[[int], Any]) -> None:
+        self._ranks = range(world)
+        self._look = functools.cache(look)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._look(self._ranks[rank])
 
 
 def _own_tensors(reader: StepReader, rank: int) -> dict[str, StoredTensor]:
     return {t.name: StoredTensor(t.dtype, t.shape, t.kind) for t in reader.rank_tensors(rank)}
 
 
-def fill_tensors(reader: StepReader, reads: Iterable[Read]) -> int:
-    """Carry out all reads; the bytes of tensors that came.
+def fill_tensors(reader: StepReader, reads: Iterable[Read], *, neighbours: int = 1) -> int:
+    """Carry out all reads; the bytes of tensors that came. ``neighbours``: ranks that load on this node.
 
-    What is contiguous in host memory is filled in place, many at a time. Any other target (on a device,
-    strided, of another dtype) gets its bytes through a buffer of its own size, one after the other.
+    What is contiguous in host memory is filled in place; any other target (on a device, strided, of another dtype)
+    chunk by chunk, through buffers of the threads that read.
     """
-    straight: list[Fetch] = []
-    nbytes = 0
+    fetches: list[Fetch] = []
+    landings: list[TensorLanding] = []
     for read in reads:
         dest, dtype = read.dest, dtype_of(read.dtype)
         if dest.dtype == dtype:
             dest = as_integers(dest)  # torch copies those whatever their strides and device, not so every dtype
             dtype = dest.dtype
+        into: memoryview | TensorLanding
         if dest.device.type == "cpu" and dest.dtype == dtype and dest.is_contiguous():
-            straight.extend(reader.fetches(read.name, read.box, memory_of(dest), rank=read.rank))
-            continue
-        buffer = torch.empty(dest.shape, dtype=dtype)
-        nbytes += fetch_all(reader, reader.fetches(read.name, read.box, memory_of(buffer), rank=read.rank))
-        with torch.no_grad():
-            dest.copy_(buffer)
-    return nbytes + fetch_all(reader, straight)
+            into = memory_of(dest)
+        else:
+            landings.append(into := TensorLanding(dest, read.box, dtype))
+        fetches.extend(reader.fetches(read.name, read.box, into, rank=read.rank, shared=neighbours >= SHARED_FROM))
+    nbytes = fetch_all(reader, fetches)
+    for landing in landings:
+        landing.wait()
+    return nbytes
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import gc
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,16 +15,16 @@ from ckpt.engine.ranks import Ranks
 from ckpt.errors import BadInputError, DamagedError
 from ckpt.format import records, values
 from ckpt.format.commit import LayoutRef, check_step
-from ckpt.format.layout import Layout, encode_layout
+from ckpt.format.layout import Layout, Mesh, encode_layout
 from ckpt.format.part import RankTensor, data_name
 from ckpt.format.safetensors import HeaderEntry, build_header, st_dtype
 from ckpt.keeper.protocol import FileTask, LayoutTask
-from ckpt.plan.boxes import LayoutBoxes
+from ckpt.plan.boxes import Box, LayoutBoxes, local_box, whole_box
 from ckpt.plan.files import Entry, file_tables
 from ckpt.plan.save import Group, LocalTensor, Structure, hf_index, plan_layouts
 from ckpt.snapshot.arena import place_files
 from ckpt.snapshot.copy import tensor_bytes
-from ckpt.state import FlatState, TensorLeaf, flatten
+from ckpt.state import FlatState, Inspector, TensorLeaf, flatten
 
 GROUP_PREFIX = "group:"  # of the digests that are compared within a layout only
 
@@ -65,10 +68,35 @@ class Prepared(msgspec.Struct, frozen=True, eq=False):
         return records.digest(msgspec.json.encode(plain, order="deterministic"))
 
 
-def prepare(state: Mapping[str, Any], rank: int, world: int) -> Prepared:
+def prepare(state: Mapping[str, Any], inspector: Inspector, world: int) -> Prepared:
     """Flatten and encode; raises UnsupportedValueError or BadInputError by name."""
-    flat = flatten(state, rank=rank, world=world)
-    return Prepared(flat, encode_values(flat), structure_of(flat))
+    flat = flatten(state, rank=inspector.rank, world=world, inspector=inspector)
+    structure = Structure(tuple([leaf.what for leaf in flat.tensors]), flat.aliases)
+    return Prepared(flat, encode_values(flat), structure)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: a walk makes thousands of objects and no garbage, but would set one off.
+
+    One over all of torch's objects takes a tenth of a second, which training would wait for.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def unchanged(structure: Structure, before: Structure) -> bool:
+    """Whether a walk with the same inspector has found what it found before: by identity, hence at once."""
+    return (
+        len(structure.tensors) == len(before.tensors)
+        and all(map(operator.is_, structure.tensors, before.tensors))
+        and structure.aliases == before.aliases
+    )
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -79,26 +107,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     first_of_layout: bool  # this rank writes the shared values of its layout
     encoded: tuple[LayoutTask, ...]
     boxes: LayoutBoxes
-    hf_index: bytes | None
-
-
-def structure_of(flat: FlatState) -> Structure:
-    """What the ranks compare."""
-    tensors = tuple(
-        LocalTensor(
-            name=leaf.name,
-            group=leaf.group,
-            dtype=leaf.dtype,
-            shape=leaf.shape,
-            mesh_shape=leaf.mesh_shape,
-            mesh_ranks=leaf.mesh_ranks,
-            placements=leaf.placements,
-            kind=leaf.kind,
-            first_rank_owns=leaf.first_rank_owns,
-        )
-        for leaf in flat.tensors
-    )
-    return Structure(tensors, flat.aliases)
+    hf_index: bytes | None  # on rank 0 only
 
 
 def compare_values(ranks: Ranks, digests: dict[str, str]) -> None:
@@ -141,7 +150,7 @@ def make_plan(ranks: Ranks, prepared: Prepared, digests: Sequence[str]) -> SaveP
         first_of_layout=groups[mine].ranks[0] == ranks.rank,
         encoded=tuple(encoded),
         boxes=LayoutBoxes(layouts[mine]),
-        hf_index=hf_index(layouts, ranks.world),
+        hf_index=hf_index(layouts, ranks.world) if ranks.rank == 0 else None,
     )
 
 
@@ -172,8 +181,8 @@ def _refuse_unequal_replicas(ranks: Ranks, flat: FlatState) -> None:
     """
     if ranks.world == 1:
         return
-    plain = [leaf for leaf in flat.tensors if leaf.mesh_shape is None]
-    untrusted = [leaf for leaf in plain if not (leaf.trusted_replica or leaf.first_rank_owns)]
+    plain = [leaf for leaf in flat.tensors if leaf.what.mesh_shape is None]
+    untrusted = [leaf for leaf in plain if not (leaf.trusted_replica or leaf.what.first_rank_owns)]
     mine = {leaf.name: _bytes_digest(leaf) for leaf in untrusted}
     together = records.digest(msgspec.json.encode(mine, order="deterministic"))
     if len(set(ranks.gather(together))) == 1:
@@ -237,10 +246,53 @@ def _header(entries: Sequence[Entry]) -> bytes:
     return build_header(rows, {"format": "pt"})
 
 
-def local_slices(leaf: TensorLeaf, entry: Entry, held_offsets: Sequence[int]) -> torch.Tensor:
-    """The view of a leaf's local tensor that ``entry`` writes; ``held_offsets`` is where the local tensor starts."""
-    tensor = leaf.tensor
-    for dimension, (start, size, held) in enumerate(zip(entry.box.offsets, entry.box.sizes, held_offsets, strict=True)):
-        if size != tensor.shape[dimension]:
-            tensor = tensor.narrow(dimension, start - held, size)
-    return tensor
+Cuts = tuple[tuple[int, int, int], ...]  # (dimension, start, size)
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What to copy of one local tensor: ``cuts`` are (dimension, start, size) of the part that this rank writes."""
+
+    name: str
+    arena_offset: int
+    nbytes: int
+    cuts: Cuts
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of the local tensor."""
+        for dimension, start, size in self.cuts:
+            tensor = tensor.narrow(dimension, start, size)
+        return tensor
+
+
+def arena_pieces(files: Sequence[ArenaFile], structure: Structure, rank: int) -> list[Piece]:
+    """All that goes into this rank's arena, in the order of the arena."""
+    whats = {what.name: what for what in structure.tensors}
+    known: dict[Any, Cuts] = {}  # thousands of tensors are cut in a few ways, and the ranks of a mesh can be many
+    pieces = []
+    for file in files:
+        start = file.task.arena_offset + len(file.header)
+        for entry in file.entries:
+            cuts: Cuts = ()
+            what = whats.get(entry.name)
+            if what is not None:
+                key = (id(what.mesh_ranks), what.mesh_shape, what.placements, what.shape, entry.box)
+                found = known.get(key)
+                cuts = known[key] = _cuts(entry.box, _held_box(what, rank)) if found is None else found
+            pieces.append(Piece(entry.name, start + entry.offset, entry.nbytes, cuts))
+    return pieces
+
+
+def _cuts(box: Box, held: Box) -> Cuts:
+    return tuple(
+        (dimension, start - held_start, size)
+        for dimension, (start, size, held_start, held_size) in enumerate(
+            zip(box.offsets, box.sizes, held.offsets, held.sizes, strict=True)
+        )
+        if size != held_size
+    )
+
+
+def _held_box(what: LocalTensor, rank: int) -> Box:
+    if what.mesh_shape is None or what.mesh_ranks is None:
+        return whole_box(what.shape)
+    return local_box(Mesh(what.mesh_shape, what.mesh_ranks), what.placements, what.shape, rank)

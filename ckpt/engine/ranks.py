@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -100,6 +100,20 @@ class Ranks:
                 raise _of_rank(rank, *failed)
         assert outcome is not None
         return outcome[0], [value for value, _ in answers]
+
+    def agree(self, raised: Sequence[bool], numbers: Sequence[int]) -> tuple[list[bool], bool]:
+        """(whether any rank raised each flag, whether all have the same numbers): one small all-reduce.
+
+        All there is between ranks in a save of an unchanged structure. Numbers are of 63 bits.
+        """
+        if self.world == 1:
+            return list(raised), True
+        told = torch.tensor([*raised, *numbers, *(-number for number in numbers)], dtype=torch.int64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        first, second = len(raised), len(raised) + len(numbers)
+        largest = told.tolist()
+        same = all(most == -least for most, least in zip(largest[first:second], largest[second:], strict=True))
+        return [bool(flag) for flag in largest[:first]], same
 
     def all_or_none(self, act: Callable[[], Result]) -> Result:
         """``exchange`` of nothing but success."""

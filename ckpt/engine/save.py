@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.engine.session import PROGRESS_TIMEOUT_S, PendingSave, session_of
-from ckpt.errors import BadInputError
-
-ENCODINGS = ("raw", "zstd")
+from ckpt.engine.options import PROGRESS_TIMEOUT_S, SaveOptions
+from ckpt.engine.pending import PendingSave
+from ckpt.engine.session import session_of
 
 
 def save(
@@ -19,6 +18,10 @@ def save(
     *,
     wait: bool = False,
     encode: str = "raw",
+    overlap: bool = False,
+    snapshots: int = 2,
+    budget_bytes: int | None = None,
+    max_write_mbps: float | None = None,
     progress_timeout_s: float = PROGRESS_TIMEOUT_S,
 ) -> PendingSave:
     """Save ``state`` as step ``step`` of ``run``; every rank of the process group calls it.
@@ -27,15 +30,28 @@ def save(
     keeper then writes and commits it, even if this process dies; ``PendingSave.result()`` waits
     for that, and so does ``wait=True``. A failure is raised by ``result()``, else by the next save.
 
-    ``encode="zstd"`` compresses each chunk that gets smaller (for slow stores).
+    ``overlap=True``: what the optimizers of the state own (parameters and their moments) is copied while the next
+    forward and backward run, and the next step of any optimizer waits for it. To change it otherwise,
+    wait for ``PendingSave.wait_copied()``: a change in between fails the save, naming the tensors, as far as samples
+    of each tensor show it.
+
+    ``encode="zstd"`` compresses each chunk that gets smaller (for slow stores). The snapshots take memory of
+    ``snapshots`` (2, or 1: each save then waits until the one before is durable) times what a rank writes, and of at
+    most ``budget_bytes`` on a node. ``max_write_mbps`` is the most that a node writes, in 10^6 bytes a second.
 
     Raises UnsupportedValueError or BadInputError, naming the tensor or value, before a byte is
-    written; FencedError when a newer writer holds the run; the error of the previous save when
-    nobody was told of it.
+    written; KeeperError when there is too little memory; FencedError when a newer writer holds the run; the
+    error of the previous save when nobody was told of it.
     """
-    if encode not in ENCODINGS:
-        raise BadInputError(f"encode={encode!r}: expected one of {', '.join(ENCODINGS)}")
-    pending = session_of(run).save(step, state, encode=encode, progress_timeout_s=progress_timeout_s)
+    options = SaveOptions(
+        encode=encode,
+        overlap=overlap,
+        snapshots=snapshots,
+        budget_bytes=budget_bytes,
+        max_write_mbps=max_write_mbps,
+        progress_timeout_s=progress_timeout_s,
+    )
+    pending = session_of(run).save(step, state, options)
     if wait:
         pending.result()
     return pending

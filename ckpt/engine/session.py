@@ -1,92 +1,67 @@
-"""One process group's hold on one run: its writer, its keeper, its plan, and the saves under way."""
+"""One process group's hold on one run: its writer, its plan, and the saves under way."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.util
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import torch
 
+from ckpt.engine import budget
+from ckpt.engine.job import has_spare_core, job_name, keeper_client, leave
+from ckpt.engine.options import SaveOptions, whole_number
+from ckpt.engine.pending import PendingSave, SaveReport
 from ckpt.engine.prepare import (
     ArenaFile,
+    Piece,
     Prepared,
     SavePlan,
     arena_files,
+    arena_pieces,
     compare_values,
-    local_slices,
     make_plan,
+    no_collection,
     prepare,
+    unchanged,
 )
 from ckpt.engine.ranks import Ranks
-from ckpt.errors import BadInputError, CkptError, FencedError, error_from_kind
+from ckpt.errors import BadInputError, CkptError, FencedError, KeeperError, error_from_kind
 from ckpt.format.commit import Attempt
 from ckpt.format.part import RankTensor
 from ckpt.format.writer import Writer
-from ckpt.keeper.client import KeeperClient, PendingTask
+from ckpt.keeper.client import ArenaView, KeeperClient, PendingTask
 from ckpt.keeper.protocol import SaveTask
-from ckpt.plan.boxes import shard_box, unravel
+from ckpt.plan.save import Structure
 from ckpt.run import Run
 from ckpt.snapshot.copy import copy_into
-from ckpt.state import FlatState, TensorLeaf
+from ckpt.snapshot.overlap import Late, Overlap, may_be_late, refuse_untimely_steps
+from ckpt.state import FlatState, Inspector
 
-PROGRESS_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 1800.0
 
 
-class SaveReport(msgspec.Struct, frozen=True):
-    """What a committed save cost: this rank's bytes and seconds."""
+class Planned(msgspec.Struct, frozen=True):
+    """What saves of one structure have in common. Kept until the structure changes on some rank."""
 
-    step: int
-    attempt: str
-    nbytes: int  # written by this rank
-    stall_s: float  # how long save() kept the caller
-    write_s: float  # from the begin of the copy until this rank's bytes were durable
-    commit_s: float  # from staged to committed
+    structure: Structure
+    digests: tuple[str, ...]  # of the structures, by rank
+    plan: SavePlan
 
 
-class PendingSave:
-    """A save under way. It needs no further care: the keeper finishes it even if this process dies."""
+class Laid(msgspec.Struct, frozen=True):
+    """This rank's arena as it will be filled; depends on the plan, and on what little is this rank's own."""
 
-    def __init__(self, step: int, attempt: Attempt, stall_s: float, task: PendingTask) -> None:
-        self.step = step
-        self.attempt = attempt.label
-        self.stall_s = stall_s
-        self.told = False  # whether its error was raised to the caller
-        self._task = task
-
-    @property
-    def staged(self) -> bool:
-        """Whether the keeper has the snapshot: from then on a dead trainer loses nothing."""
-        return self._task.staged
-
-    @property
-    def committed(self) -> bool:
-        """Whether the step exists."""
-        return self._task.done and self._task.error is None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, committed or failed."""
-        return self._task.done
-
-    def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Wait until the step is committed. Raises what made the save fail, or TimeoutError."""
-        try:
-            done = self._task.wait(timeout_s)
-        except CkptError:
-            self.told = True
-            raise
-        return SaveReport(self.step, self.attempt, done.nbytes_written, self.stall_s, done.write_s, done.commit_s)
-
-    @property
-    def error(self) -> CkptError | None:
-        """What made it fail, once it has."""
-        return self._task.error if self._task.done else None
+    plan: SavePlan
+    rank_tensors: tuple[RankTensor, ...]
+    encode: str
+    files: list[ArenaFile]
+    pieces: list[Piece]
+    nbytes: int
 
 
 class Session:
@@ -97,12 +72,13 @@ class Session:
         self.ranks = ranks
         self.writer: Writer | None = None
         self.loaded_step: int | None = None
+        self.pending: list[PendingSave] = []
         self._fenced: FencedError | None = None
         self._last_step: int | None = None
         self._saves = 0
-        self._plan_key: tuple[str, ...] = ()
-        self._plan: SavePlan | None = None
-        self.pending: list[PendingSave] = []
+        self._inspector = Inspector(ranks.rank)
+        self._planned: Planned | None = None
+        self._laid: Laid | None = None
 
     # -- opening ---------------------------------------------------------------------------
 
@@ -141,101 +117,201 @@ class Session:
 
     # -- saving ----------------------------------------------------------------------------
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        encode: str = "raw",
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        progress_timeout_s: float = PROGRESS_TIMEOUT_S,
-    ) -> PendingSave:
-        """Copy the state into an arena, which the keeper writes, if it can meanwhile. Collective; see ``ckpt.save``."""
+    def save(self, step: int, state: Mapping[str, Any], options: SaveOptions) -> PendingSave:
+        """Copy the state into an arena, which the keeper writes. Collective; see ``ckpt.save``."""
         started = time.perf_counter()
         ranks = self.ranks
+        prepared, client, planned = self._agree(step, state, options)
+        writer = self._open(step)
+        self._saves += 1
+        self._last_step = step
+        attempt = Attempt(step, writer.number, self._saves)
+        laid = self._lay(planned.plan, prepared, options.encode)
+        try:
+            try:
+                arena, task = self._begin(client, attempt, prepared, laid, options)
+            except KeeperError:
+                if client.alive:
+                    raise
+                self.raise_untold()
+                client = keeper_client(ranks.rank)  # it went just now; nothing of this save was lost with it
+                arena, task = self._begin(client, attempt, prepared, laid, options)
+            overlap = self._fill(arena.view, laid, prepared.flat, task, client, attempt, overlap=options.overlap)
+        except BaseException as error:
+            # The other ranks' keepers wait for this rank's part: they must learn that it never comes.
+            client.abandon(self.run.url, attempt, ranks.rank, ranks.world, f"{type(error).__name__}: {error}")
+            raise
+        self._warm(client, laid, options)  # the other arena, after the first save
+        pending = PendingSave(step, attempt, time.perf_counter() - started, task, overlap)
+        self.pending = [p for p in self.pending if not p.done or (p.error is not None and not p.told)] + [pending]
+        return pending
 
-        def look() -> tuple[tuple[Prepared, KeeperClient], tuple[int, str, str]]:
+    def warm(self, state: Mapping[str, Any], options: SaveOptions) -> None:
+        """Start the keeper, plan, and have memory for saves of such a state touched in the background. Collective.
+
+        Raises, on every rank, what would keep the first save from being made, too little memory among it.
+        """
+        ranks = self.ranks
+        prepared, client = ranks.all_or_none(lambda: self._look(state, options))
+        planned = self._plan(prepared, ranks.gather(prepared.structure.digest()))
+        laid = self._lay(planned.plan, prepared, options.encode)
+        budget.check(ranks, client, self.run.url, laid.nbytes, options)
+        self._warm(client, laid, options)
+
+    def _agree(
+        self, step: int, state: Mapping[str, Any], options: SaveOptions
+    ) -> tuple[Prepared, KeeperClient, Planned]:
+        """What every rank has to save. One small all-reduce when nothing has changed since the last time."""
+        ranks = self.ranks
+        seen: tuple[Prepared, KeeperClient] | None = None
+        failure: Exception | None = None
+        digest = ""
+        try:
+            self.wait_copied()
             self._raise_standing()
             whole_number(step, "step", least=0)
-            prepared = prepare(state, ranks.rank, ranks.world)
-            told = (step, prepared.structure.digest(), prepared.values_digest())
-            return (prepared, keeper_client(ranks.rank)), told
+            seen = self._look(state, options)
+            digest = seen[0].values_digest()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must learn of it
+            failure = error
+        planned = self._planned
+        known = seen is not None and planned is not None and unchanged(seen[0].structure, planned.structure)
+        numbers = (step, _number(digest)) if seen is not None else (0, 0)
+        (new_structure, no_writer), same = ranks.agree([not known, self.writer is None], numbers)
+        if no_writer:
+            self.writer = None  # a rank was fenced before others had heard of it: all open the run anew
+        if new_structure or not same:
+            return self._agree_anew(step, seen, digest, failure)
+        assert seen is not None  # else the structure would be new
+        assert planned is not None
+        return *seen, planned
+
+    def _agree_anew(
+        self, step: int, seen: tuple[Prepared, KeeperClient] | None, digest: str, failure: Exception | None
+    ) -> tuple[Prepared, KeeperClient, Planned]:
+        """Every rank says what it has, so that each raises what is wrong, or all plan."""
+        ranks = self.ranks
+        told = {p.attempt for p in self.pending if p.told}
+        told.update(*ranks.gather(told))
+        for pending in self.pending:  # a lost save fails one later save, whenever each rank hears of it
+            pending.told = pending.told or pending.attempt in told
+
+        def look() -> tuple[tuple[Prepared, KeeperClient], tuple[int, str, str]]:
+            if failure is not None:
+                raise failure
+            assert seen is not None
+            return seen, (step, seen[0].structure.digest(), digest)
 
         (prepared, client), looks = ranks.exchange(look)
         if any(found != step for found, _, _ in looks):
             raise BadInputError(f"the ranks save different steps: {[found for found, _, _ in looks]}")
         if len({digest for _, _, digest in looks}) > 1:
             compare_values(ranks, prepared.values.digests)
-        key = tuple(digest for _, digest, _ in looks)
-        plan = self._plan_for(prepared, key)
-        writer = self._open(step)
-        self._saves += 1
-        self._last_step = step
-        attempt = Attempt(step, writer.number, self._saves)
-        flat, values = prepared.flat, prepared.values
-        rank_tensors = _rank_tensors(flat)
-        files, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
-        try:
-            arena = client.arena(arena_nbytes, self.run.url)
-            task = SaveTask(
-                run=self.run.url,
-                step=step,
-                writer=writer.number,
-                save=self._saves,
-                rank=ranks.rank,
-                world=ranks.world,
-                arena=arena.id,
-                encode=encode,
-                files=tuple(file.task for file in files),
-                layout=plan.encoded[plan.mine].digest,
-                rank_tensors=rank_tensors,
-                values=values.shared if plan.first_of_layout else None,
-                values_digests=values.digests,
-                rank_values=values.own,
-                layouts=plan.encoded if ranks.rank == 0 else (),
-                hf_index=plan.hf_index if ranks.rank == 0 and encode == "raw" else None,
-                keep_last=keep_last,
-                keep_every=keep_every,
-                progress_timeout_s=progress_timeout_s,
-            )
-            pending_task = client.begin(task)
-            behind = _has_spare_core(ranks.world)
-            _fill(arena.view, files, flat, ranks.rank, pending_task.ready if behind else lambda _: None)
-            pending_task.ready(pending_task.end)
-        except BaseException as error:
-            # The other ranks' keepers wait for this rank's part: they must learn that it never comes.
-            client.abandon(self.run.url, attempt, ranks.rank, ranks.world, f"{type(error).__name__}: {error}")
-            raise
-        client.warm(arena_nbytes, self.run.url)  # the other arena, after the first save
-        pending = PendingSave(step, attempt, time.perf_counter() - started, pending_task)
-        self.pending = [p for p in self.pending if not p.done or (p.error is not None and not p.told)] + [pending]
-        return pending
+        return prepared, client, self._plan(prepared, [digest for _, digest, _ in looks])
 
-    def warm(self, state: Any, *, encode: str) -> None:
-        """Start the keeper, plan, and have memory for saves of such a state touched in the background. Collective.
+    def _look(self, state: Mapping[str, Any], options: SaveOptions) -> tuple[Prepared, KeeperClient]:
+        with no_collection():
+            prepared = prepare(state, self._inspector, self.ranks.world)
+        if options.overlap:
+            refuse_untimely_steps(prepared.flat.optimizers)
+        return prepared, keeper_client(self.ranks.rank)
 
-        Nothing but time is lost when it cannot be done: the first save does it then, or says what is wrong.
-        """
-        ranks = self.ranks
-
-        def look() -> tuple[tuple[Prepared, KeeperClient], str]:
-            prepared = prepare(state, ranks.rank, ranks.world)
-            return (prepared, keeper_client(ranks.rank)), prepared.structure.digest()
-
-        with contextlib.suppress(Exception):
-            (prepared, client), key = ranks.exchange(look)
-            plan = self._plan_for(prepared, tuple(key))
-            rank_tensors = _rank_tensors(prepared.flat)
-            _, arena_nbytes = arena_files(plan, ranks.rank, ranks.world, rank_tensors, encode)
-            client.warm(arena_nbytes, self.run.url)
-
-    def _plan_for(self, prepared: Prepared, key: tuple[str, ...]) -> SavePlan:
+    def _plan(self, prepared: Prepared, digests: list[str]) -> Planned:
         """The plan for these structure digests, one per rank. Collective when they are others than the last time."""
-        if self._plan is None or key != self._plan_key:
-            self._plan = make_plan(self.ranks, prepared, key)
-            self._plan_key = key
-        return self._plan
+        known, key = self._planned, tuple(digests)
+        plan = known.plan if known is not None and known.digests == key else make_plan(self.ranks, prepared, key)
+        self._planned = Planned(prepared.structure, key, plan)
+        return self._planned
+
+    def _lay(self, plan: SavePlan, prepared: Prepared, encode: str) -> Laid:
+        rank_tensors = tuple(
+            RankTensor(t.name, t.what.dtype, t.what.shape, t.what.kind) for t in prepared.flat.rank_tensors
+        )
+        laid = self._laid
+        if laid is None or laid.plan is not plan or (laid.rank_tensors, laid.encode) != (rank_tensors, encode):
+            files, nbytes = arena_files(plan, self.ranks.rank, self.ranks.world, rank_tensors, encode)
+            pieces = arena_pieces(files, prepared.structure, self.ranks.rank)
+            laid = self._laid = Laid(plan, rank_tensors, encode, files, pieces, nbytes)
+        return laid
+
+    def _begin(
+        self, client: KeeperClient, attempt: Attempt, prepared: Prepared, laid: Laid, options: SaveOptions
+    ) -> tuple[ArenaView, PendingTask]:
+        arena = client.arena(laid.nbytes, self.run.url, snapshots=options.snapshots, budget_bytes=options.budget_bytes)
+        return arena, client.begin(self._task(attempt, prepared, laid, arena, options))
+
+    def _task(
+        self, attempt: Attempt, prepared: Prepared, laid: Laid, arena: ArenaView, options: SaveOptions
+    ) -> SaveTask:
+        plan, values, first = laid.plan, prepared.values, self.ranks.rank == 0
+        return SaveTask(
+            run=self.run.url,
+            step=attempt.step,
+            writer=attempt.writer,
+            save=attempt.save,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            arena=arena.id,
+            encode=options.encode,
+            files=tuple(file.task for file in laid.files),
+            layout=plan.encoded[plan.mine].digest,
+            rank_tensors=laid.rank_tensors,
+            values=values.shared if plan.first_of_layout else None,
+            values_digests=values.digests,
+            rank_values=values.own,
+            layouts=plan.encoded if first else (),
+            hf_index=plan.hf_index if first and options.encode == "raw" else None,
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+            progress_timeout_s=options.progress_timeout_s,
+            max_write_mbps=options.max_write_mbps,
+        )
+
+    def _fill(
+        self,
+        view: memoryview,
+        laid: Laid,
+        flat: FlatState,
+        task: PendingTask,
+        client: KeeperClient,
+        attempt: Attempt,
+        *,
+        overlap: bool,
+    ) -> Overlap | None:
+        """Headers first, since the watermark may pass them; then every tensor, in the order of the arena."""
+        for file in laid.files:
+            view[file.task.arena_offset : file.task.arena_offset + len(file.header)] = file.header
+        tensors = {leaf.what.name: leaf.tensor for leaf in (*flat.tensors, *flat.rank_tensors)}
+        early: list[tuple[torch.Tensor, int]] = []
+        late: list[Late] = []
+        for piece in laid.pieces:
+            tensor = piece.of(tensors[piece.name])
+            if overlap and piece.name in flat.stepped and may_be_late(tensor):
+                late.append(Late(piece.name, tensor, piece.arena_offset))
+            else:
+                early.append((tensor, piece.arena_offset))
+        if not late:
+            copy_into(view, early, task.ready if has_spare_core(self.ranks.world) else None)
+            task.ready(task.end)
+            return None
+        copy_into(view, early)
+
+        def finish(error: BaseException | None) -> None:
+            if error is None:
+                task.ready(task.end)
+            else:
+                why = f"{type(error).__name__}: {error}"
+                client.abandon(self.run.url, attempt, self.ranks.rank, self.ranks.world, why)
+
+        return Overlap(view, late, task.ready, finish)
+
+    def _warm(self, client: KeeperClient, laid: Laid, options: SaveOptions) -> None:
+        client.warm(laid.nbytes, self.run.url, snapshots=options.snapshots, budget_bytes=options.budget_bytes)
+
+    def wait_copied(self) -> None:
+        """Wait until no save reads the state any more: from then on anyone may change it."""
+        for pending in self.pending:
+            pending.wait_copied()
 
     def _raise_standing(self) -> None:
         self.raise_untold()
@@ -258,79 +334,26 @@ class Session:
         report = None
         for pending in self.pending:
             if pending.error is None:
-                report = pending.result(max(0.0, deadline - time.monotonic()))
+                was_told = pending.told
+                try:
+                    report = pending.result(max(0.0, deadline - time.monotonic()))
+                except CkptError:
+                    if not was_told:
+                        raise
         self.raise_untold()
         return report
-
-
-def _fill(
-    view: memoryview, files: list[ArenaFile], flat: FlatState, rank: int, progress: Callable[[int], None]
-) -> None:
-    """Headers first, since ``progress`` may pass them; then every shard, in the order of the arena."""
-    leaves: dict[str, TensorLeaf] = {leaf.name: leaf for leaf in (*flat.tensors, *flat.rank_tensors)}
-    copies = []
-    for file in files:
-        start = file.task.arena_offset
-        view[start : start + len(file.header)] = file.header
-        start += len(file.header)
-        for entry in file.entries:
-            leaf = leaves[entry.name]
-            copies.append((local_slices(leaf, entry, _held_offsets(leaf, rank)), start + entry.offset))
-    copy_into(view, copies, progress)
-
-
-def _has_spare_core(world: int) -> bool:
-    """Whether the keeper can write while the ranks of this node copy without taking a core from one of them.
-
-    Measured on 2 cores: with 1 rank, writing behind the copy made a save durable in two thirds of the time and
-    the stall no longer; with 2 ranks it made the stall longer by a fifth. The stall goes first.
-    """
-    return (os.cpu_count() or 1) > int(os.environ.get("LOCAL_WORLD_SIZE", world))
-
-
-def _rank_tensors(flat: FlatState) -> tuple[RankTensor, ...]:
-    return tuple(RankTensor(t.name, t.dtype, t.shape, t.kind) for t in flat.rank_tensors)
-
-
-def _held_offsets(leaf: TensorLeaf, rank: int) -> tuple[int, ...]:
-    if leaf.mesh_shape is None or leaf.mesh_ranks is None:
-        return (0,) * len(leaf.shape)
-    coordinate = unravel(leaf.mesh_ranks.index(rank), leaf.mesh_shape)
-    return shard_box(leaf.mesh_shape, leaf.placements, leaf.shape, coordinate).offsets
 
 
 def _of_earlier(pending: PendingSave, error: CkptError) -> CkptError:
     return error_from_kind(type(error).__name__, f"the save of step {pending.step} failed: {error}")
 
 
-def whole_number(value: Any, what: str, *, least: int) -> int:
-    """``value`` if it is an int (True is not) of at least ``least`` and below 2**63, else BadInputError."""
-    if type(value) is not int or not least <= value < 2**63:
-        raise BadInputError(f"{what} {value!r}: expected a whole number of at least {least}")
-    return value
-
-
-def job_name() -> str:
-    """What a writer record calls this job: the scheduler's or launcher's id, else the process."""
-    for variable in ("CKPT_JOB", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"):
-        if os.environ.get(variable):
-            return f"job {os.environ[variable]}"
-    return f"process {os.getpid()}"
+def _number(digest: str) -> int:
+    """63 bits of a digest, which are compared as a number."""
+    return int(digest.rpartition(":")[2][:16], 16) >> 1 if digest else 0
 
 
 _sessions: dict[tuple[str, int], Session] = {}
-_clients: dict[int, KeeperClient] = {}  # rank -> this process's connection to its job's keeper
-
-
-def keeper_client(rank: int) -> KeeperClient:
-    """This process's connection to its keeper, which is started when there is none. Raises KeeperError."""
-    client = _clients.get(rank)
-    if client is None or not client.alive:
-        if client is not None:
-            print("ckpt: the keeper is gone; starting another one", file=sys.stderr)
-            client.close(done=False)
-        client = _clients[rank] = KeeperClient.connect(rank)
-    return client
 
 
 def session_of(url: str | os.PathLike[str]) -> Session:
@@ -354,7 +377,5 @@ def _end_all() -> None:
             session.drain()
         except (CkptError, TimeoutError) as error:
             print(f"ckpt: {error}", file=sys.stderr)
-    for client in _clients.values():
-        client.close(done=True)
-    _clients.clear()
+    leave()
     _sessions.clear()

@@ -7,17 +7,17 @@ buffer plus one chunk.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import msgspec
-
+from ckpt.engine.fetch import Fetch, Landing, bounce
+from ckpt.engine.shards import FileShards, check_digest, chunk_text, part_files, shard_digests, wrong_digest
 from ckpt.engine.tree import merge_values, without_torch
 from ckpt.errors import BadInputError, DamagedError, NotFoundError
 from ckpt.format import records
-from ckpt.format.chunk import CHUNK_NBYTES, RAW, chunk_spans, decode_chunk
+from ckpt.format.chunk import RAW, decode_chunk
 from ckpt.format.commit import Attempt, Commit
 from ckpt.format.layout import Layout, Tensor
 from ckpt.format.part import DataFile, Part, RankTensor
@@ -25,61 +25,13 @@ from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.format.values import decode
 from ckpt.plan.boxes import Box, LayoutBoxes, whole_box
 from ckpt.plan.files import Entry, file_tables
-from ckpt.plan.load import ChunkRead, Copy, Placed, entry_reads
+from ckpt.plan.load import Placed, Shares, share
 from ckpt.run import Run, StepState
+from ckpt.store.base import Seen, Source
 
 CACHED_SHARDS = 500_000  # of all ranks together; some 150 bytes each
 
 Advance = Callable[[int], None]  # told the number of bytes just read and verified
-
-
-class FileShards(msgspec.Struct, frozen=True):
-    """A data file of a part, with its shards in file order."""
-
-    file: DataFile
-    shards: list[Placed]
-
-    @property
-    def payload_nbytes(self) -> int:
-        """Bytes of all shards as they are in memory."""
-        return sum(shard.entry.nbytes for shard in self.shards)
-
-
-def part_files(part: Part, tables: Mapping[str, Sequence[Entry]], where: str) -> list[FileShards]:
-    """A part's data files joined with what the layout says is in them.
-
-    ``tables`` is ``ckpt.plan.files.file_tables`` of the part's layout, rank and rank tensors;
-    ``where`` (the part's key) goes into the message. DamagedError when the two do not agree.
-    """
-    found = [file.group for file in part.files]
-    if sorted(found) != sorted(tables):
-        raise DamagedError(f"{where}: files for the groups {sorted(found)}, its layout has shards for {sorted(tables)}")
-    joined = []
-    for file in part.files:
-        shards, chunk_count = [], 0
-        for entry in tables[file.group]:
-            shards.append(Placed(entry, chunk_count))
-            chunk_count += len(chunk_spans(entry.nbytes))
-        result = FileShards(file, shards)
-        stored_chunks = len(file.chunks) if file.encoding == RAW else len(file.packed)
-        if stored_chunks != chunk_count:
-            raise DamagedError(
-                f"{where}: {stored_chunks} chunk digests for {file.name}, its layout makes {chunk_count}"
-            )
-        if file.encoding == RAW and file.nbytes != file.header_nbytes + result.payload_nbytes:
-            raise DamagedError(
-                f"{where}: {file.name} of {file.nbytes} bytes, its layout makes "
-                f"{file.header_nbytes} of header and {result.payload_nbytes} of tensors"
-            )
-        joined.append(result)
-    return joined
-
-
-def check_digest(view: memoryview | bytes, expected: str, where: str) -> None:
-    """DamagedError, with both digests, when ``view`` is not what its part says."""
-    found = records.digest(view)
-    if found != expected:
-        raise DamagedError(f"{where}: digest {found}, its part says {expected}")
 
 
 class StepReader:
@@ -98,8 +50,11 @@ class StepReader:
         self._boxes: dict[str, LayoutBoxes] = {}
         self._homes: dict[str, tuple[str, Tensor]] | None = None  # name -> digest of the layout that has its bytes
         self._aliases: dict[str, str] = {}
-        self._tables: OrderedDict[int, dict[tuple[str, Box], tuple[FileShards, Placed]]] = OrderedDict()
+        self._shares: dict[str, Shares] = {}  # by the digest of a layout
+        # Rank -> name -> its shards, one unless replicas are written in pieces.
+        self._tables: OrderedDict[int, dict[str, list[tuple[FileShards, Placed]]]] = OrderedDict()
         self._own: dict[int, tuple[RankTensor, ...]] = {}
+        self._last_part: Part | None = None
         self._cached_shards = 0
 
     @classmethod
@@ -125,6 +80,11 @@ class StepReader:
         if digest not in self._boxes:
             self._boxes[digest] = LayoutBoxes(self.run.layout(digest))
         return self._boxes[digest]
+
+    def _shares_of(self, digest: str) -> Shares:
+        if digest not in self._shares:
+            self._shares[digest] = Shares(self.layout_boxes(digest))
+        return self._shares[digest]
 
     def rank_layout(self, rank: int) -> str:
         """The digest of the layout of ``rank``."""
@@ -167,13 +127,16 @@ class StepReader:
         return home
 
     def part(self, rank: int) -> Part:
-        """Rank ``rank``'s part, checked against COMMIT. Read anew each time: parts can be large."""
+        """Rank ``rank``'s part, checked against COMMIT. Only the last one is kept: parts can be large."""
+        if self._last_part is not None and self._last_part.rank == rank:
+            return self._last_part
         part = self.run.part(self.attempt, self.commit, rank)
         if part.layout != self.rank_layout(rank):
             raise DamagedError(
                 f"{self.where(self.commit.parts[rank].name)}: names the layout {part.layout}, "
                 f"COMMIT says {self.rank_layout(rank)}"
             )
+        self._last_part = part
         return part
 
     def files(self, part: Part) -> list[FileShards]:
@@ -212,9 +175,11 @@ class StepReader:
     def rank_values(self, rank: int, *, torch_types: bool = True) -> dict[str, Any]:
         """What only ``rank`` has: key -> tree."""
         where = self.where(self.commit.parts[rank].name)
-        nodes = self.part(rank).rank_values
+        part = self.part(rank)
+        self._own[rank] = part.rank_tensors  # they are asked for next, and a part is long
         return {
-            key: decode(node if torch_types else without_torch(node), f"{where}: {key}") for key, node in nodes.items()
+            key: decode(node if torch_types else without_torch(node), f"{where}: {key}")
+            for key, node in part.rank_values.items()
         }
 
     def rank_tensors(self, rank: int) -> tuple[RankTensor, ...]:
@@ -244,9 +209,18 @@ class StepReader:
             if advance is not None:
                 advance(fetch.chunk.nbytes)
 
-    def fetches(self, name: str, box: Box | None, into: memoryview, *, rank: int | None = None) -> Iterator[Fetch]:
+    def fetches(
+        self,
+        name: str,
+        box: Box | None,
+        into: memoryview | Landing,
+        *,
+        rank: int | None = None,
+        shared: bool = False,
+    ) -> Iterator[Fetch]:
         """What ``read`` reads, chunk by chunk; to be carried out by ``fetch`` in any order, by any thread.
 
+        ``shared``: other ranks of this node read at the same time, and a tensor that one needs whole, all need.
         Reads layouts and parts, no tensors. When it has been walked to its end, every element of the
         box is in one of the fetches; else it raises DamagedError.
         """
@@ -257,51 +231,65 @@ class StepReader:
             own = self._rank_tensor(rank, name)
             dtype, shape = own.dtype, own.shape
         box = box or whole_box(shape)
-        if into.nbytes != box.numel * DTYPE_NBYTES[dtype]:
+        shared = shared and rank is None and box == whole_box(shape)
+        if isinstance(into, memoryview) and into.nbytes != box.numel * DTYPE_NBYTES[dtype]:
             raise BadInputError(f"{name}{box}: a buffer of {into.nbytes} bytes for {box.numel} elements of {dtype}")
         if not box.numel:
             return
-        holders = [(rank, whole_box(shape))] if rank is not None else self.layout_boxes(digest).holders(tensor, box)
-        filled, target = 0, into.cast("B")
-        for holder, piece in holders:
-            file, placed = self._placed(holder, name, piece)
-            for chunk in entry_reads(holder, placed, box):
-                yield Fetch(file.file, chunk, box, target)
-            common = piece.intersect(box)
-            filled += common.numel if common is not None else 0
+        if rank is not None:
+            shares = [share(rank, whole_box(shape), DTYPE_NBYTES[dtype], box)]
+        else:
+            shares = self._shares_of(digest).of(tensor, box)
+        filled, target = 0, into.cast("B") if isinstance(into, memoryview) else into
+        for found in shares:
+            file, placed = self._placed(found.rank, name, found.piece)
+            for cut in found.cuts:
+                yield Fetch(file.file, cut.read(found.rank, placed), box, target, shared)
+            filled += found.numel
         if filled != box.numel:
             raise DamagedError(
                 f"{self.where('COMMIT')}: {name}{box}: the shards in its layouts fill {filled} of {box.numel} elements"
             )
 
-    def fetch(self, fetch: Fetch) -> None:
-        """Read one chunk, check it, and put its elements where they go. Safe to call from several threads at once."""
-        file, chunk = fetch.file, fetch.chunk
-        if chunk.target_offset is not None:
-            view = fetch.into[chunk.target_offset : chunk.target_offset + chunk.nbytes]
-            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view)
-        else:
-            view = _bounce(chunk.nbytes)
-            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view)
-            scatter(view, chunk.copies, fetch.into, fetch.box, DTYPE_NBYTES[chunk.entry.dtype])
+    def open_source(self, file: DataFile, *, shared: bool = False) -> Source:
+        """A data file, opened for several reads; ``shared``: other ranks of this node read the same of it."""
+        with self._pinned(file):
+            return self.run.store.open_source(self.run.key(self.attempt, file.name), shared=shared)
 
-    def fetch_together(self, fetches: Sequence[Fetch]) -> None:
+    def fetch(self, fetch: Fetch, source: Source | None = None) -> None:
+        """Read one chunk, check it, and put its elements where they go. Safe to call from several threads at once.
+
+        ``source`` is the fetch's file, opened; else it is opened for this.
+        """
+        file, chunk = fetch.file, fetch.chunk
+        view = fetch.place()
+        if view is not None:
+            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view, source)
+        else:
+            view = bounce(chunk.nbytes) if isinstance(fetch.into, memoryview) else fetch.into.room(chunk.nbytes)
+            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view, source)
+            fetch.land(view)
+
+    def fetch_together(self, fetches: Sequence[Fetch], source: Source | None = None) -> None:
         """The same for neighbouring small chunks of one raw file, in the order of their offsets, with one read."""
         if len(fetches) == 1:
-            self.fetch(fetches[0])
+            self.fetch(fetches[0], source)
             return
         file, start = fetches[0].file, fetches[0].chunk.offset
         last = fetches[-1].chunk
-        span = _bounce(last.offset + last.nbytes - start)
-        self._read_raw(file, start, span)
+        span = bounce(last.offset + last.nbytes - start)
+        self._read_at(file, file.header_nbytes + start, span, source)
         for fetch in fetches:
             chunk = fetch.chunk
             view = span[chunk.offset - start : chunk.offset - start + chunk.nbytes]
-            check_digest(view, file.chunks[chunk.index], self._what(file, chunk.entry, chunk.offset))
-            if chunk.target_offset is not None:
-                fetch.into[chunk.target_offset : chunk.target_offset + chunk.nbytes] = view
+            found = records.digest(view)
+            if found != file.chunks[chunk.index]:
+                raise wrong_digest(found, file.chunks[chunk.index], self._what(file, chunk.entry, chunk.offset))
+            place = fetch.place()
+            if place is not None:
+                place[:] = view
             else:
-                scatter(view, chunk.copies, fetch.into, fetch.box, DTYPE_NBYTES[chunk.entry.dtype])
+                fetch.land(view)
 
     def _rank_tensor(self, rank: int, name: str) -> RankTensor:
         for tensor in self.rank_tensors(rank):
@@ -322,100 +310,58 @@ class StepReader:
             file, placed = self._placed(holder, name, piece)
             yield holder, piece, shard_digests(file.file, placed)
 
-    def read_chunk(self, file: DataFile, entry: Entry, index: int, offset: int, into: memoryview) -> None:
+    def read_chunk(
+        self, file: DataFile, entry: Entry, index: int, offset: int, into: memoryview, source: Source | None = None
+    ) -> None:
         """Fill ``into`` with one chunk and check its digest.
 
-        ``index`` is its place among the file's chunks, ``offset`` its place in the payload.
+        ``index`` is its place among the file's chunks, ``offset`` its place in the payload, ``source`` the opened file.
         """
-        what = self._what(file, entry, offset)
         if file.encoding == RAW:
-            expected = file.chunks[index]
-            self._read_raw(file, offset, into)
-        else:
-            packed = file.packed[index]
-            expected = packed.digest
-            if packed.nbytes > into.nbytes:  # it would have been stored raw
-                raise DamagedError(f"{what}: {packed.nbytes} bytes stored for {into.nbytes}")
-            stored = bytearray(packed.nbytes)
-            self._read_at(file, packed.offset, memoryview(stored))
-            into[:] = decode_chunk(stored, packed.encoding, into.nbytes, what)
-        check_digest(into, expected, what)
+            # Digested while it arrives: when all of it is there, its first bytes have left the processor's cache.
+            running = records.running_digest()
+            self._read_at(file, file.header_nbytes + offset, into, source, running.update)
+            found = running.hexdigest()
+            if found != file.chunks[index]:
+                raise wrong_digest(found, file.chunks[index], self._what(file, entry, offset))
+            return
+        packed, what = file.packed[index], self._what(file, entry, offset)
+        if packed.nbytes > into.nbytes:  # it would have been stored raw
+            raise DamagedError(f"{what}: {packed.nbytes} bytes stored for {into.nbytes}")
+        stored = bytearray(packed.nbytes)
+        self._read_at(file, packed.offset, memoryview(stored), source)
+        into[:] = decode_chunk(stored, packed.encoding, into.nbytes, what)
+        check_digest(into, packed.digest, what)
 
     def _what(self, file: DataFile, entry: Entry, offset: int) -> str:
         return f"{self.where(file.name)}: {chunk_text(entry, offset)}"
 
-    def _read_raw(self, file: DataFile, offset: int, into: memoryview) -> None:
-        self._read_at(file, file.header_nbytes + offset, into)
+    def _read_at(
+        self, file: DataFile, offset: int, into: memoryview, source: Source | None, seen: Seen | None = None
+    ) -> None:
+        with self._pinned(file), contextlib.ExitStack() as stack:
+            (source or stack.enter_context(self.open_source(file))).read_into(offset, into, seen)
 
-    def _read_at(self, file: DataFile, offset: int, into: memoryview) -> None:
+    @contextlib.contextmanager
+    def _pinned(self, file: DataFile) -> Iterator[None]:
         try:
-            self.run.store.read_into(self.run.key(self.attempt, file.name), offset, into)
+            yield
         except NotFoundError:
             raise DamagedError(f"{self.where(file.name)}: missing, though COMMIT needs it") from None
 
     def _placed(self, rank: int, name: str, piece: Box) -> tuple[FileShards, Placed]:
         if rank not in self._tables:
             part = self.part(rank)
-            table = {
-                (placed.entry.name, placed.entry.box): (file, placed)
-                for file in self.files(part)
-                for placed in file.shards
-            }
+            table: dict[str, list[tuple[FileShards, Placed]]] = {}
+            for file in self.files(part):
+                for placed in file.shards:
+                    table.setdefault(placed.entry.name, []).append((file, placed))
             self._tables[rank] = table
             self._cached_shards += len(table)
             while self._cached_shards > CACHED_SHARDS and len(self._tables) > 1:
                 self._cached_shards -= len(self._tables.popitem(last=False)[1])
         self._tables.move_to_end(rank)
-        found = self._tables[rank].get((name, piece))
-        if found is None:
-            raise DamagedError(f"{self.where(self.commit.parts[rank].name)}: has no shard {name}{piece}")
-        return found
-
-
-class Fetch(NamedTuple):
-    """One chunk to read for a target: ``into`` are the bytes of all of ``box``."""
-
-    file: DataFile
-    chunk: ChunkRead
-    box: Box
-    into: memoryview
-
-
-_memory = threading.local()
-
-
-def _bounce(nbytes: int) -> memoryview:
-    """This thread's buffer, used until its next call."""
-    buffer: bytearray = getattr(_memory, "buffer", bytearray())
-    if len(buffer) < nbytes:
-        buffer = _memory.buffer = bytearray(max(nbytes, min(CHUNK_NBYTES, 2 * len(buffer))))
-    return memoryview(buffer)[:nbytes]
-
-
-def chunk_text(entry: Entry, offset: int) -> str:
-    """``layers.0.weight[0:512,0:64]: chunk 3``, for messages; ``offset`` is the chunk's place in the payload."""
-    return f"{entry.name}{'' if entry.whole else entry.box}: chunk {(offset - entry.offset) // CHUNK_NBYTES}"
-
-
-def shard_digests(file: DataFile, shard: Placed) -> tuple[str, ...]:
-    """The digests of a shard's raw bytes, chunk by chunk, whatever the file's encoding."""
-    first, count = shard.first_chunk, len(chunk_spans(shard.entry.nbytes))
-    if file.encoding == RAW:
-        return file.chunks[first : first + count]
-    return tuple(packed.digest for packed in file.packed[first : first + count])
-
-
-def scatter(view: memoryview, copies: Sequence[Copy], into: memoryview, box: Box, itemsize: int) -> None:
-    """Copy elements of a chunk (whose bytes are ``view``) to where they lie in ``box``, whose bytes are ``into``."""
-    import numpy as np
-
-    # Elements are copied bit for bit: as unsigned numbers where numpy has some of their size.
-    dtype: np.dtype[Any] = np.dtype(f"u{itemsize}" if itemsize in {1, 2, 4, 8} else f"V{itemsize}")
-    source, target = np.frombuffer(view, dtype), np.frombuffer(into, dtype).reshape(box.sizes)
-    for copy in copies:
-        elements = source[copy.start : copy.start + copy.source.numel].reshape(copy.source.sizes)
-        target[_slices(copy.box.relative_to(box))] = elements[_slices(copy.box.relative_to(copy.source))]
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+        for found in self._tables[rank].get(name, ()):
+            if found[1].entry.box == piece:
+                return found
+        raise DamagedError(f"{self.where(self.commit.parts[rank].name)}: has no shard {name}{piece}")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ckpt.engine.checks import header_problems, index_problems, layout_problems
-from ckpt.engine.tensors import FileShards, StepReader, check_digest, chunk_text, part_files
+from ckpt.engine.shards import FileShards, check_digest, chunk_text, part_files
+from ckpt.engine.tensors import StepReader
 from ckpt.engine.tree import without_torch
 from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError, StoreError, UnsupportedFormatError
 from ckpt.format import records

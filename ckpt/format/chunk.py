@@ -23,6 +23,11 @@ def chunk_spans(shard_nbytes: int) -> list[tuple[int, int]]:
     return [(offset, min(CHUNK_NBYTES, shard_nbytes - offset)) for offset in range(0, shard_nbytes, CHUNK_NBYTES)]
 
 
+def chunk_count(shard_nbytes: int) -> int:
+    """How many chunks a shard has: ``len(chunk_spans(shard_nbytes))``."""
+    return -(-shard_nbytes // CHUNK_NBYTES)
+
+
 def encode_zstd(view: memoryview | bytes | bytearray, level: int = 1) -> bytes | None:
     """One chunk as one zstd frame that states its content size; None when that is not smaller (store it raw)."""
     compressors: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from math import prod
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,7 +32,7 @@ class Mesh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: tuple[int, ...]
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One tensor: global ``shape``, true ``dtype`` (torch's name without ``torch.``), and who holds which box.
 
     ``placements`` has one word per dimension of the mesh: ``R`` (replicated), ``S0`` (dimension 0
@@ -91,12 +92,17 @@ def check_layout(layout: Layout, where: str) -> None:
     for index, mesh in enumerate(layout.meshes):
         _check_mesh(mesh, f"{where}: mesh {index}")
     names: set[str] = set()
+    forms: dict[Any, _Form] = {}  # thousands of tensors have a few: each is checked once
     for tensor in layout.tensors:
-        at = f"{where}: tensor {tensor.name[:200]!r}"
         if tensor.name in names:
-            raise records.damaged(at, "listed twice", "once")
+            raise records.damaged(_at(where, tensor), "listed twice", "once")
         names.add(tensor.name)
-        _check_tensor(tensor, layout.meshes, at)
+        _check_name(tensor, where)
+        key = (tensor.dtype, tensor.shape, tensor.kind, tensor.mesh, tensor.placements)
+        form = forms.get(key)
+        if form is None:
+            form = forms[key] = _checked_form(tensor, layout.meshes, _at(where, tensor))
+        _check_owners(tensor, form, where)
     for alias, name in layout.aliases.items():
         at = f"{where}: alias {alias[:200]!r}"
         if alias in names or not is_name(alias):
@@ -150,19 +156,34 @@ def _check_mesh(mesh: Mesh, where: str) -> None:
         records.check_count(side, where, "a side of", least=1, most=records.MAX_WORLD)
     if prod(mesh.shape) != len(mesh.ranks):
         raise records.damaged(where, f"{len(mesh.ranks)} ranks in the shape {list(mesh.shape)}", "one per place")
-    for rank in mesh.ranks:
+    for rank in (min(mesh.ranks), max(mesh.ranks)):  # there is one at least, as there are sides
         records.check_count(rank, where, "rank", most=records.MAX_WORLD - 1)
     if len(set(mesh.ranks)) != len(mesh.ranks):
         raise records.damaged(where, "a rank in two places", "each rank in one")
 
 
-def _check_tensor(tensor: Tensor, meshes: tuple[Mesh, ...], where: str) -> None:
+def _at(where: str, tensor: Tensor) -> str:
+    return f"{where}: tensor {tensor.name[:200]!r}"
+
+
+def _check_name(tensor: Tensor, where: str) -> None:
     if not is_name(tensor.name):
-        raise records.damaged(where, "no name by the escaping rule", "components joined by '.'")
+        raise records.damaged(_at(where, tensor), "no name by the escaping rule", "components joined by '.'")
     if tensor.group not in GROUPS:
-        raise records.damaged(where, f"the group {tensor.group[:64]!r}", f"one of {', '.join(GROUPS)}")
+        raise records.damaged(_at(where, tensor), f"the group {tensor.group[:64]!r}", f"one of {', '.join(GROUPS)}")
     if tensor.group != "state" and not tensor.name.startswith(f"{tensor.group}."):
-        raise records.damaged(where, f"in the group {tensor.group}", f"a name that starts with {tensor.group + '.'!r}")
+        expected = f"a name that starts with {tensor.group + '.'!r}"
+        raise records.damaged(_at(where, tensor), f"in the group {tensor.group}", expected)
+
+
+class _Form(NamedTuple):
+    """What a tensor's owners are checked against."""
+
+    replicas: int
+    pieces: int  # at most
+
+
+def _checked_form(tensor: Tensor, meshes: tuple[Mesh, ...], where: str) -> _Form:
     check_typed_shape(tensor.dtype, tensor.shape, tensor.kind, where)
     if not 0 <= tensor.mesh < len(meshes):
         raise records.damaged(where, "a mesh that is not there", f"one of the {len(meshes)}")
@@ -180,9 +201,13 @@ def _check_tensor(tensor: Tensor, meshes: tuple[Mesh, ...], where: str) -> None:
             "R, S<dimension>, or S<dimension>/<split> with a split that the mesh makes",
         )
     replicas = prod(side for side, word in zip(mesh.shape, tensor.placements, strict=True) if word == "R")
-    if any(not 0 <= owner < replicas for owner in tensor.owners):
-        raise records.damaged(where, "an owner that is no replica", f"0 to {replicas - 1}")
-    if len(tensor.owners) > (max(1, tensor.shape[0]) if tensor.shape else 1):
-        raise records.damaged(
-            where, f"{len(tensor.owners)} pieces of the shape {list(tensor.shape)}", "at most its rows"
-        )
+    return _Form(replicas, max(1, tensor.shape[0]) if tensor.shape else 1)
+
+
+def _check_owners(tensor: Tensor, form: _Form, where: str) -> None:
+    owners = tensor.owners
+    if owners and not (min(owners) >= 0 and max(owners) < form.replicas):
+        raise records.damaged(_at(where, tensor), "an owner that is no replica", f"0 to {form.replicas - 1}")
+    if len(owners) > form.pieces:
+        found = f"{len(owners)} pieces of the shape {list(tensor.shape)}"
+        raise records.damaged(_at(where, tensor), found, "at most its rows")

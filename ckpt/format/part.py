@@ -143,8 +143,7 @@ def _check_raw_file(file: DataFile, where: str) -> None:
     records.check_digest(file.header_digest, where, "its header")
     payload = file.nbytes - file.header_nbytes
     records.check_count(payload, where, "payload bytes")
-    for digest in file.chunks:
-        records.check_digest(digest, where, "a chunk")
+    records.check_digests(file.chunks, where, ["a chunk"] * len(file.chunks))
     # No chunk is empty or longer than 16 MiB; how long each is, the layout says.
     records.check_count(len(file.chunks), where, "chunks, counting", least=-(-payload // CHUNK_NBYTES), most=payload)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,11 +24,17 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 _LABEL = re.compile(r"w([0-9]{1,18})\.([0-9]{1,18})")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_DIGESTS = re.compile(r"[0-9a-f]*")
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
     """The xxh3-128 of ``data`` as 32 lower-case hex characters (against accident, not intent)."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def running_digest() -> xxhash.xxh3_128:
+    """The same piece by piece: ``update`` it with each, then ask for its ``hexdigest``."""
+    return xxhash.xxh3_128()
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -87,6 +93,14 @@ def check_digest(text: str, where: str, of: str) -> None:
     """DamagedError unless ``text`` is a digest; ``of`` says what it should be the digest of."""
     if _DIGEST.fullmatch(text) is None:
         raise damaged(where, f"the digest {text[:64]!r} of {of}", f"{DIGEST_HEX_CHARS} lower-case hex characters")
+
+
+def check_digests(texts: Sequence[str], where: str, of: Sequence[str]) -> None:
+    """``check_digest`` of each of many; ``of`` says of each what it should be the digest of."""
+    if set(map(len, texts)) <= {DIGEST_HEX_CHARS} and _DIGESTS.fullmatch("".join(texts)) is not None:
+        return
+    for text, what in zip(texts, of, strict=True):
+        check_digest(text, where, what)
 
 
 def check_count(value: int, where: str, what: str, least: int = 0, most: int = MAX_INT) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Self
 
 import msgspec
@@ -18,7 +17,8 @@ from ckpt.errors import CkptError, KeeperError, error_from_kind
 from ckpt.format.commit import Attempt
 from ckpt.keeper import protocol, start
 from ckpt.keeper.arenas import ARENAS_PER_RANK
-from ckpt.keeper.mapping import Mapping
+from ckpt.keeper.borrowing import ArenaView, Borrowing
+from ckpt.keeper.pending import PendingTask, check_process
 from ckpt.keeper.place import Place, here
 from ckpt.keeper.protocol import SaveResult, SaveTask
 from ckpt.keeper.settle import settle, statuses
@@ -27,100 +27,6 @@ __all__ = ["ArenaView", "KeeperClient", "PendingTask", "SaveResult", "settle", "
 
 _READ_NBYTES = 1 << 20
 _MAX_FDS = 16
-_WARM_NICENESS = 10  # training goes first
-
-
-class ArenaView(msgspec.Struct, frozen=True):
-    """Memory for one snapshot, this process's until all of it is ``ready``, or ``release``; still as it was left."""
-
-    id: int
-    nbytes: int
-    view: memoryview  # writable bytes, page-aligned
-    wait_s: float  # how long no arena was free
-
-
-class PendingTask:
-    """A task that the keeper works on behind the copy: ``ready`` tells it how far that has come."""
-
-    def __init__(self, task: SaveTask, announce: Callable[[int], None], owner_pid: int) -> None:
-        self.step = task.step
-        self.arena = task.arena
-        self.end = protocol.arena_end(task)
-        self._announce = announce
-        self._owner_pid = owner_pid
-        self._changed = threading.Condition()
-        self._staged = False
-        self._result: SaveResult | None = None
-        self._error: CkptError | None = None
-
-    def ready(self, nbytes: int) -> None:
-        """The arena's first ``nbytes`` are final; never less than before. At ``end`` the arena is the keeper's.
-
-        Cheap, but a message: once in some MiB is enough. Call it up to the end whatever becomes of the save, or
-        abandon the attempt. A save that has failed meanwhile, or a keeper that is gone, is told by ``wait``.
-        """
-        _check_process(self._owner_pid)
-        self._announce(nbytes)
-
-    @property
-    def staged(self) -> bool:
-        """Whether the keeper has acknowledged it: from then on the save does not need this process any more."""
-        return self._staged
-
-    @property
-    def done(self) -> bool:
-        """Whether the step is committed, or the save has failed."""
-        return self._result is not None or self._error is not None
-
-    @property
-    def error(self) -> CkptError | None:
-        """Why the save failed; None while it has not."""
-        return self._error
-
-    def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until it is staged. Raises what the keeper has against it, or TimeoutError."""
-        self._wait(timeout_s, for_result=False)
-        if not self._staged and self._error is not None:
-            raise self._error
-
-    def wait(self, timeout_s: float | None = None) -> SaveResult:
-        """Wait until the step is committed. Raises what made the save fail, or TimeoutError."""
-        self._wait(timeout_s, for_result=True)
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-    def _wait(self, timeout_s: float | None, *, for_result: bool) -> None:
-        _check_process(self._owner_pid)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done or (self._staged and not for_result), timeout_s):
-                what = "committed" if for_result else "staged"
-                raise TimeoutError(f"step {self.step} is not {what} after {timeout_s:g} s")
-
-    def _update(self, result: SaveResult | None = None, error: CkptError | None = None) -> None:
-        """It is staged, or it has ended."""
-        with self._changed:
-            self._staged = self._staged or error is None
-            if not self.done:
-                self._result, self._error = result, error
-            self._changed.notify_all()
-
-
-class _Reply:
-    """What a request is answered with."""
-
-    def __init__(self) -> None:
-        self._come = threading.Event()
-        self.grant: protocol.ArenaGrant | None = None
-        self.fd = -1
-        self.error: CkptError | None = None
-
-    def come(self) -> None:
-        self._come.set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        return self._come.wait(timeout_s)
 
 
 class KeeperClient:
@@ -139,11 +45,10 @@ class KeeperClient:
         self._sending = threading.Lock()
         self._requests = 0
         self._pending: dict[int, PendingTask] = {}
-        self._replies: dict[int, _Reply] = {}
-        self._mappings: dict[int, Mapping] = {}
-        self._borrowed: set[int] = set()
-        self._warmed: dict[str, int] = {}  # run -> bytes
         self._lost: KeeperError | None = None
+        self._gone_for_good = False  # and everyone who waited for it knows
+        self.lost: list[PendingTask] = []  # what was under way when the keeper went
+        self._arenas = Borrowing(rank, self._number, self._send)
         _clients.add(self)
         threading.Thread(target=self._read_all, name="ckpt-keeper-client", daemon=True).start()
 
@@ -155,77 +60,57 @@ class KeeperClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the keeper is there. If not, ``connect`` starts another one."""
-        return self._lost is None and os.getpid() == self._pid
+        """Whether the keeper is there. If not, all it had under way has failed, and ``connect`` starts another one."""
+        return not self._gone_for_good and os.getpid() == self._pid
 
-    def arena(self, nbytes: int, run: str = "", timeout_s: float | None = None) -> ArenaView:
-        """Borrow one of this rank's two arenas of a run; waits until one is free.
+    def arena(
+        self,
+        nbytes: int,
+        run: str = "",
+        timeout_s: float | None = None,
+        *,
+        snapshots: int = ARENAS_PER_RANK,
+        budget_bytes: int | None = None,
+    ) -> ArenaView:
+        """Borrow one of this rank's ``snapshots`` (1 or 2) arenas of a run; waits until one is free.
 
-        The memory is touched, so that filling it costs a copy and no page faults. Raises KeeperError
-        when the node has not so much memory, SaveFailedError when the store hangs with both, and
-        TimeoutError when both are still being written after ``timeout_s``.
+        The memory is touched, so that filling it costs a copy and no page faults. Raises KeeperError when the node
+        or a cgroup has not so much memory, or all arenas of the run on this node would exceed ``budget_bytes``;
+        SaveFailedError when the store hangs with all; TimeoutError when all are being written for ``timeout_s``.
         """
-        _check_process(self._pid)  # before any lock: in a forked child another thread may have held it
-        started = time.monotonic()
-        reply = _Reply()
-        with self._lock:
-            request = self._next_request()
-            self._replies[request] = reply
-        self._send(protocol.ArenaRequest(request, run, nbytes))
-        if not reply.wait(timeout_s):
-            with self._lock:
-                late = self._replies.pop(request, None) is not None
-            if late:  # a grant that comes now is sent back by the reader
-                raise TimeoutError(f"both arenas of rank {self.rank} are still being written after {timeout_s:g} s")
-        if reply.error is not None:
-            raise reply.error
-        assert reply.grant is not None
-        number = reply.grant.arena
-        wait_s = time.monotonic() - started
-        with self._lock:
-            self._borrowed.add(number)
-            mapping = self._mappings.get(number)
-        try:
-            if mapping is None or mapping.nbytes != reply.grant.nbytes:
-                mapping = Mapping(reply.fd, reply.grant.nbytes)
-            mapping.touch(nbytes)
-        except KeeperError:
-            self._give_back(number)
-            raise
-        finally:
-            os.close(reply.fd)
-        with self._lock:
-            self._mappings[number] = mapping
-        return ArenaView(number, nbytes, mapping.view[:nbytes], wait_s)
+        check_process(self._pid)  # before any lock: in a forked child another thread may have held it
+        return self._arenas.borrow(nbytes, run, timeout_s, snapshots, budget_bytes)
 
-    def warm(self, nbytes: int, run: str = "") -> None:
-        """Have both of this rank's arenas of a run touched in the background, so that the next saves need not do it.
+    def held_nbytes(self, run: str = "") -> int:
+        """How much of this rank's arenas of a run is in memory already, and needs no more of it."""
+        return self._arenas.held_nbytes(run)
 
-        Never raises, and does nothing twice: what is wrong the next ``arena`` tells, and it takes what there is.
+    def warm(
+        self, nbytes: int, run: str = "", *, snapshots: int = ARENAS_PER_RANK, budget_bytes: int | None = None
+    ) -> None:
+        """Have this rank's arenas of a run touched in the background, so that the next saves need not do it.
+
+        Never raises, and does nothing twice: what is wrong the next ``arena`` tells. One that comes meanwhile
+        need not wait: it gets what has been touched so far, and touches the rest itself.
         """
-        with self._lock:
-            if self._warmed.get(run, -1) >= nbytes:
-                return
-            self._warmed[run] = nbytes
-        threading.Thread(target=self._warm, args=(nbytes, run), name="ckpt-warm", daemon=True).start()
+        self._arenas.warm(nbytes, run, snapshots, budget_bytes)
 
-    def _warm(self, nbytes: int, run: str) -> None:
-        with contextlib.suppress(CkptError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WARM_NICENESS)
-            for _ in range(ARENAS_PER_RANK):
-                self.release(self.arena(nbytes, run))
+    @property
+    def is_warming(self) -> bool:
+        """Whether arenas are being touched in the background."""
+        return self._arenas.is_warming
 
     def release(self, arena: ArenaView) -> None:
         """Give an arena back whose snapshot is not wanted after all."""
-        _check_process(self._pid)
-        self._give_back(arena.id)
+        check_process(self._pid)
+        self._arenas.give_back(arena.id)
 
     def begin(self, task: SaveTask) -> PendingTask:
         """Have the keeper persist an arena while it is filled; waits for nothing but the socket.
 
         Until its ``PendingTask.ready`` has come to the end, the end of this process fails the save.
         """
-        _check_process(self._pid)
+        check_process(self._pid)
         with self._lock:
             request = self._next_request()
             pending = PendingTask(task, lambda nbytes: self._say_ready(request, pending, nbytes), self._pid)
@@ -244,17 +129,14 @@ class KeeperClient:
         Never raises: it is called while another error is on its way.
         """
         with contextlib.suppress(KeeperError):
-            _check_process(self._pid)
+            check_process(self._pid)
             # Before its arena, which would say less about why.
             self._send(protocol.Abandon(run, attempt.step, attempt.writer, attempt.save, rank, world, message))
-            with self._lock:
-                borrowed = list(self._borrowed)
-            for number in borrowed:
-                self._give_back(number)
+            self._arenas.give_all_back()
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no task is pending, whatever became of each; whether that was in time."""
-        _check_process(self._pid)
+        check_process(self._pid)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
             pending = list(self._pending.values())
@@ -283,6 +165,10 @@ class KeeperClient:
 
     # -- sending ---------------------------------------------------------------------------
 
+    def _number(self) -> int:
+        with self._lock:
+            return self._next_request()
+
     def _next_request(self) -> int:
         if self._lost is not None:
             raise self._lost
@@ -290,7 +176,7 @@ class KeeperClient:
         return self._requests
 
     def _send(self, message: msgspec.Struct) -> None:
-        _check_process(self._pid)
+        check_process(self._pid)
         frame = protocol.pack(message)
         try:
             with self._sending:
@@ -302,17 +188,9 @@ class KeeperClient:
 
     def _say_ready(self, request: int, pending: PendingTask, nbytes: int) -> None:
         if nbytes >= pending.end:
-            with self._lock:
-                self._borrowed.discard(pending.arena)
+            self._arenas.filled(pending.arena)
         with contextlib.suppress(KeeperError):  # losing the keeper has failed the task already
             self._send(protocol.Ready(request, nbytes))
-
-    def _give_back(self, number: int) -> None:
-        with self._lock:
-            borrowed = number in self._borrowed
-            self._borrowed.discard(number)
-        if borrowed:
-            self._send(protocol.ArenaRelease(number))
 
     # -- receiving; in the reader's thread ---------------------------------------------------
 
@@ -350,30 +228,15 @@ class KeeperClient:
             case protocol.ArenaGrant():
                 if not self._fds:
                     raise KeeperError(f"arena {message.arena} came without its memory")
-                self._take_grant(message, self._fds.popleft())
+                self._arenas.came(message, self._fds.popleft())
             case protocol.Failed():
                 error = error_from_kind(message.kind, message.message)
-                with self._lock:
-                    reply = self._replies.pop(message.request, None)
-                if reply is not None:
-                    reply.error = error
-                    reply.come()
-                elif message.request:
-                    self._end_task(message.request, error=error)
-                else:
+                if not message.request:
                     raise KeeperError(message.message)
+                if not self._arenas.refused(message.request, error):
+                    self._end_task(message.request, error=error)
             case _:
                 raise KeeperError(f"an unexpected {type(message).__name__}")
-
-    def _take_grant(self, grant: protocol.ArenaGrant, fd: int) -> None:
-        with self._lock:
-            reply = self._replies.pop(grant.request, None)
-        if reply is None:  # it came too late
-            os.close(fd)
-            self._send(protocol.ArenaRelease(grant.arena))
-            return
-        reply.grant, reply.fd = grant, fd
-        reply.come()
 
     def _end_task(self, request: int, *, result: SaveResult | None = None, error: CkptError | None = None) -> None:
         with self._lock:
@@ -396,17 +259,14 @@ class KeeperClient:
                 self._lost = KeeperError(why)
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader, and any sender
-            pending, replies = list(self._pending.values()), list(self._replies.values())
+            pending = list(self._pending.values())
             self._pending.clear()
-            self._replies.clear()
-            self._mappings.clear()  # unmapped when the last view is gone
-            self._borrowed.clear()
             lost = self._lost
+            self.lost += pending
         for task in pending:
             task._update(error=lost)  # noqa: SLF001 - the two classes are one thing
-        for reply in replies:
-            reply.error = lost
-            reply.come()
+        self._gone_for_good = True  # before whoever waits for an arena looks for another keeper
+        self._arenas.lose(lost)
 
     def _disown(self) -> None:
         """In a forked child: let go of the socket, without any lock, since another thread may have held it."""
@@ -423,8 +283,3 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _check_process(owner_pid: int) -> None:
-    if os.getpid() != owner_pid:
-        raise KeeperError(f"this connection belongs to process {owner_pid}, of which this one is a fork; connect anew")

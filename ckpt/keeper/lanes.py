@@ -11,8 +11,10 @@ import msgspec
 
 from ckpt.errors import CkptError, KeeperError
 from ckpt.keeper import control, log, persist
+from ckpt.keeper.pace import Pace, PacedSink
 from ckpt.keeper.saves import DURABLE, FAILED, WRITING, Save, SaveAbandonedError, Work
 from ckpt.run import Run
+from ckpt.store.base import Sink
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -44,6 +46,7 @@ class Lane:
         self._post = post
         self._opening = threading.Lock()
         self._run: Run | None = None
+        self._pace = Pace()
         self._saves: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._works: dict[int, queue.SimpleQueue[tuple[Save, Work] | None]] = {}
         threading.Thread(target=self._settle_all, name="settle", daemon=True).start()
@@ -71,6 +74,10 @@ class Lane:
             if self._run is None:
                 self._run = Run.open(self.url)
             return self._run
+
+    def _paced(self, sink: Sink, save: Save, work: Work) -> Sink:
+        mbps = work.task.max_write_mbps
+        return sink if mbps is None else PacedSink(sink, self._pace, mbps, save.rest)
 
     def _settle_all(self) -> None:
         while (save := self._saves.get()) is not None:
@@ -105,6 +112,7 @@ class Lane:
                 work.keys,
                 await_ready=lambda nbytes: save.await_ready(work, nbytes),
                 report=lambda nbytes: save.wrote(work, nbytes),
+                through=lambda sink: self._paced(sink, save, work),
             )
             work.write_s = time.monotonic() - started
             save.saw(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 from ckpt.errors import AlreadyExistsError, BadInputError, CkptError, NotFoundError
@@ -19,6 +20,7 @@ BLOCK_NBYTES = 8 << 20
 
 Await = Callable[[int], None]  # returns when so much of the arena, or of a file in it, is final; may raise to stop
 Report = Callable[[int], None]  # bytes just written; may raise to stop
+Through = Callable[[Sink], Sink]  # what all writes go through on their way to a sink
 
 
 def check_task(task: SaveTask, arena_nbytes: int) -> None:
@@ -28,6 +30,8 @@ def check_task(task: SaveTask, arena_nbytes: int) -> None:
         raise BadInputError(f"{where}: no such rank in a world of {task.world}")
     if min(task.step, task.writer, task.save) < 0:
         raise BadInputError(f"{where}: negative step, writer or save")
+    if task.max_write_mbps is not None and not 0 < task.max_write_mbps < math.inf:
+        raise BadInputError(f"{where}: max_write_mbps {task.max_write_mbps!r}; expected a number above 0, or None")
     if task.encode not in ENCODINGS:
         raise BadInputError(f"{where}: encode {task.encode!r}; expected one of {', '.join(sorted(ENCODINGS))}")
     for file in task.files:
@@ -51,7 +55,14 @@ def attempt_of(task: SaveTask) -> Attempt:
 
 
 def persist(
-    run: Run, task: SaveTask, arena: memoryview, keys: list[str], *, await_ready: Await, report: Report
+    run: Run,
+    task: SaveTask,
+    arena: memoryview,
+    keys: list[str],
+    *,
+    await_ready: Await,
+    report: Report,
+    through: Through = lambda sink: sink,
 ) -> SeenPart:
     """Write a rank's files, behind the copy into the arena, and then its part; durable when it returns.
 
@@ -67,7 +78,7 @@ def persist(
         key = run.key(attempt, file.name)
         view = arena[file.arena_offset : file.arena_offset + file.nbytes]
         write, nbytes = (_write_raw, file.nbytes) if task.encode == RAW else (_write_pack, None)
-        with run.store.open_sink(key, nbytes) as sink:
+        with through(run.store.open_sink(key, nbytes)) as sink:
             stored = write(sink, file, view, _of_file(file, await_ready), report)
         keys.append(key)
         files.append(stored)

@@ -19,6 +19,7 @@ from ckpt.keeper import log, protocol
 from ckpt.keeper.arenas import Wanted
 from ckpt.keeper.connection import Connection
 from ckpt.keeper.lanes import Settled, Written
+from ckpt.keeper.memory import available_nbytes
 from ckpt.keeper.place import Place, process_identity
 from ckpt.keeper.registry import Registry
 from ckpt.keeper.start import locked
@@ -253,7 +254,9 @@ class Keeper:
             case protocol.Bye():
                 self._drop(connection, done=message.done)
             case protocol.ArenaRequest() if connection.rank is not None:
-                wanted = Wanted(connection.number, message.request, message.nbytes)
+                wanted = Wanted(
+                    connection.number, message.request, message.nbytes, message.snapshots, message.budget_bytes
+                )
                 self._registry.request_arena(message.run, connection.rank, wanted)
             case protocol.ArenaRelease():
                 self._registry.release(connection.number, message.arena)
@@ -274,14 +277,21 @@ class Keeper:
                 self._go_on(connection)
 
     def _status(self, request: int) -> protocol.Status:
+        now, ends_at, pool = time.monotonic(), self._ends_at(), self._registry.pool
         clients = [protocol.ClientStatus(c.rank, c.pid) for c in self._connections.values() if c.rank is not None]
+        available = available_nbytes()
         return protocol.Status(
             request=request,
             pid=os.getpid(),
             job=self._place.job,
+            uptime_s=now - self._started,
+            ends_in_s=None if ends_at == float("inf") else max(0.0, ends_at - now),
             clients=tuple(sorted(clients, key=lambda client: client.rank)),
             saves=self._registry.saves(),
-            arenas=self._registry.pool.status(),
+            arenas=pool.status(),
+            runs=pool.runs(),
+            available_nbytes=max(0, available.nbytes - pool.untouched_nbytes),
+            available_by=available.by,
             log=self._place.path("log"),
         )
 

@@ -5,8 +5,8 @@ A line with the protocol's version goes first, both ways; then come frames: a bi
 side can read the secret file beside the socket::
 
     client                                      keeper
-    "ckpt-keeper/1\n", Hello(nonce)         ->
-                                            <-  "ckpt-keeper/1\n", Challenge(nonce, proof)
+    "ckpt-keeper/2\n", Hello(nonce)         ->
+                                            <-  "ckpt-keeper/2\n", Challenge(nonce, proof)
     Answer(proof, rank)                     ->
                                             <-  Welcome(pid, job)  or  Failed
     ArenaRequest                            ->
@@ -31,7 +31,7 @@ import msgspec
 from ckpt.errors import KeeperError
 from ckpt.format.part import RankTensor
 
-VERSION = 1
+VERSION = 2
 PREAMBLE = b"ckpt-keeper/%d\n" % VERSION
 PREAMBLE_LIMIT_NBYTES = 64
 NONCE_NBYTES = 16
@@ -86,6 +86,7 @@ class SaveTask(msgspec.Struct, frozen=True):
     keep_last: int | None = None
     keep_every: int | None = None
     progress_timeout_s: float = 600.0
+    max_write_mbps: float | None = None  # 10^6 bytes a second, of all ranks of the run on this node together
 
 
 def arena_end(task: SaveTask) -> int:
@@ -132,11 +133,16 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class ArenaRequest(msgspec.Struct, frozen=True, tag="arena"):
-    """Asks for one of this rank's arenas of a run; answered as soon as one is free."""
+    """Asks for one of this rank's arenas of a run; answered as soon as one is free.
+
+    The newest request says how many the rank may have, and what all arenas of the run on this node may take together.
+    """
 
     request: int
     run: str
     nbytes: int
+    snapshots: int = 2  # 1: the next snapshot waits until the one before is durable
+    budget_bytes: int | None = None
 
 
 class ArenaGrant(msgspec.Struct, frozen=True, tag="grant"):
@@ -145,6 +151,7 @@ class ArenaGrant(msgspec.Struct, frozen=True, tag="grant"):
     request: int
     arena: int
     nbytes: int
+    arenas: tuple[int, ...]  # all that the rank has of the run now: what is mapped of others is let go
 
 
 class ArenaRelease(msgspec.Struct, frozen=True, tag="release"):
@@ -256,15 +263,29 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     state: str
 
 
+class RunStatus(msgspec.Struct, frozen=True):
+    """The memory of one run on this node: the sum of its arenas, and what was agreed about them."""
+
+    run: str
+    nbytes: int
+    snapshots: int  # arenas that each rank may have
+    budget_bytes: int | None  # what all of them may take together
+
+
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """What the keeper is doing."""
 
     request: int
     pid: int
     job: str
+    uptime_s: float
+    ends_in_s: float | None  # None: not before its trainers have left and its work is done
     clients: tuple[ClientStatus, ...]
     saves: tuple[SaveStatus, ...]
     arenas: tuple[ArenaStatus, ...]
+    runs: tuple[RunStatus, ...]
+    available_nbytes: int  # for more arenas, and what limits that
+    available_by: str
     log: str
 
 

@@ -54,7 +54,7 @@ class Registry:
     def __init__(self, answer: Answer, post: Callable[[Written | Settled], None]) -> None:
         self._answer = answer
         self._post = post
-        self.pool = ArenaPool(self._grant, self._refuse)
+        self.pool = ArenaPool(self._grant, self._refuse, lambda run, rank: (run, rank) in self._users)
         self._lanes: dict[str, Lane] = {}
         self._users: dict[tuple[str, int], set[int]] = {}  # (run, rank) -> connections that save to it
         self._saves: dict[SaveKey, Save] = {}
@@ -66,7 +66,8 @@ class Registry:
     # -- arenas ----------------------------------------------------------------------------
 
     def _grant(self, wanted: Wanted, arena: Arena) -> None:
-        self._answer(wanted.holder, protocol.ArenaGrant(wanted.request, arena.number, arena.nbytes), arena.fd)
+        arenas = self.pool.numbers(arena.run, arena.rank)
+        self._answer(wanted.holder, protocol.ArenaGrant(wanted.request, arena.number, arena.nbytes, arenas), arena.fd)
 
     def _refuse(self, wanted: Wanted, error: CkptError) -> None:
         log.problem(str(error))
@@ -89,9 +90,12 @@ class Registry:
     def _let_go(self, key: tuple[int, int]) -> None:
         """The trainer is done with an arena; so is everyone when nothing reads it any more."""
         filling = self._filling.pop(key)
-        if filling.work is not None:
-            filling.work.copied = True
-        if filling.work is None or filling.work.over:
+        if filling.work is None:
+            filling.arena.filled = False
+            self.pool.free(filling.arena)
+            return
+        filling.work.copied = True
+        if filling.work.over:
             self.pool.free(filling.arena)
 
     # -- saves -----------------------------------------------------------------------------
@@ -112,13 +116,13 @@ class Registry:
             if key in self._ended:
                 raise self._too_late(key, task.rank)
         except CkptError as error:
-            arena.state = FILLING
+            arena.state, arena.filled = FILLING, True
             self._filling[holder, request] = Filling(arena, protocol.arena_end(task))
             if key not in self._saves or task.rank not in self._saves[key].works:
                 self._give_up(task.rank, key, task.world, error, neighbours)
             self._answer(holder, _failed(request, error), None)
             return
-        arena.state = FILLING
+        arena.state, arena.filled = FILLING, True
         work = Work(task, arena, holder, request)
         save = self._save(key, task.world, task.progress_timeout_s, neighbours)
         save.add(task.rank, work)
@@ -189,6 +193,7 @@ class Registry:
         """A rank's files and part are durable, or have failed: its arena is free again, unless it is still filled."""
         self._stuck.pop(event.work.arena.number, None)
         event.work.over = True
+        event.work.arena.filled = event.save.failure is None  # else the other arena has the newest whole snapshot
         if event.work.copied:
             self.pool.free(event.work.arena)
 

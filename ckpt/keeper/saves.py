@@ -15,6 +15,7 @@ from ckpt.keeper.arenas import Arena
 from ckpt.keeper.protocol import RankStatus, SaveStatus, SaveTask, arena_end
 
 QUEUED, WRITING, DURABLE, FAILED = "queued", "writing", "durable", "failed"
+_REST_S = 0.1  # how often a thread that rests says that it has not been forgotten
 
 
 class SeenPart(msgspec.Struct, frozen=True):
@@ -116,6 +117,17 @@ class Save:
         """Wait until the first ``nbytes`` of a work's arena are final. Raises SaveAbandoned when it has failed."""
         with self.changed:
             self.changed.wait_for(lambda: work.ready >= nbytes or self.failure is not None)
+            if self.failure is not None:
+                raise SaveAbandonedError
+
+    def rest(self, seconds: float) -> None:
+        """Wait so long on purpose, which is no standstill. Raises SaveAbandoned when the save has failed meanwhile."""
+        until = time.monotonic() + seconds
+        with self.changed:
+            while self.failure is None and (left_s := until - time.monotonic()) > 0:
+                self.progress_at = time.monotonic()
+                self.changed.wait(min(left_s, _REST_S))
+            self.progress_at = time.monotonic()
             if self.failure is not None:
                 raise SaveAbandonedError
 

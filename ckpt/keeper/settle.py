@@ -12,16 +12,37 @@ from ckpt.errors import KeeperError
 from ckpt.keeper import protocol
 from ckpt.keeper.place import all_places
 from ckpt.keeper.saves import name_ranks
-from ckpt.keeper.start import ATTACH_TIMEOUT_S, Link, attach
+from ckpt.keeper.start import ATTACH_TIMEOUT_S, Link, attach, living_pid
 
 POLL_S = 0.05
 
 
+class Silent(msgspec.Struct, frozen=True):
+    """A keeper that lives and does not answer: it is stopped, or speaks another version's protocol."""
+
+    pid: int
+    log: str
+
+
 def statuses() -> list[protocol.Status]:
-    """What every keeper of this user on this node is doing. A keeper that ends meanwhile is left out."""
-    with contextlib.ExitStack() as stack:
-        links = [stack.enter_context(_closing(link)) for place in all_places() if (link := attach(place)) is not None]
-        return [status for link in links if (status := _ask(link)) is not None]
+    """What every keeper of this user on this node is doing. One that ends meanwhile, or is silent, is left out."""
+    return [found for found in keepers() if isinstance(found, protocol.Status)]
+
+
+def keepers() -> list[protocol.Status | Silent]:
+    """The same, and which keepers are silent."""
+    found: list[protocol.Status | Silent] = []
+    for place in all_places():
+        link = attach(place)
+        status = None
+        if link is not None:
+            with link.socket:
+                status = _ask(link)
+        if status is not None:
+            found.append(status)
+        elif (pid := living_pid(place)) is not None:
+            found.append(Silent(pid, place.path("log")))
+    return found
 
 
 def settle(run_url: str, timeout_s: float) -> list[str]:

@@ -131,9 +131,9 @@ def _reached(place: Place, suffix: str) -> Iterator[str]:
 
 def _connect_if_alive(place: Place) -> tuple[socket.socket, str] | None:
     """(socket, the keeper's process identity), or None when no keeper lives there."""
-    identity = _read(place.path("lock")).decode(errors="replace")
     # A socket alone proves nothing: a child that was forked while it was made may hold it open for ever.
-    if not identity or process_identity(int(identity.partition(".")[0] or 0)) != identity:
+    identity = _living(place)
+    if not identity:
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -147,6 +147,18 @@ def _connect_if_alive(place: Place) -> tuple[socket.socket, str] | None:
         sock.close()
         raise KeeperError(f"{place.path('sock')}: belongs to a process of user {uid}, not {os.geteuid()}; remove it")
     return sock, identity
+
+
+def _living(place: Place) -> str:
+    """The identity of the process that the lock file names, while it lives; else ""."""
+    identity = _read(place.path("lock")).decode(errors="replace")
+    pid = identity.partition(".")[0]
+    return identity if pid.isdecimal() and process_identity(int(pid)) == identity else ""
+
+
+def living_pid(place: Place) -> int | None:
+    """The pid of the place's keeper, whether it answers or not; None when there is none."""
+    return int(_living(place).partition(".")[0] or 0) or None
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ckpt.errors import BadInputError
 from ckpt.format.layout import Layout, Mesh, Tensor, nesting
 
 
-class Box(msgspec.Struct, frozen=True, order=True):
+class Box(msgspec.Struct, frozen=True, order=True, gc=False):
     """A box of a tensor: per dimension where it starts and how long it is."""
 
     offsets: tuple[int, ...]
@@ -106,9 +106,11 @@ def shard_box(
 
 def local_box(mesh: Mesh, placements: tuple[str, ...], shape: Sequence[int], rank: int) -> Box:
     """The box that global ``rank`` holds; BadInputError when the rank is not in the mesh."""
-    if rank not in mesh.ranks:
-        raise BadInputError(f"rank {rank} is not in the mesh of ranks {list(mesh.ranks)}")
-    return shard_box(mesh.shape, placements, shape, unravel(mesh.ranks.index(rank), mesh.shape))
+    try:
+        position = mesh.ranks.index(rank)
+    except ValueError:
+        raise BadInputError(f"rank {rank} is not in the mesh of ranks {list(mesh.ranks)}") from None
+    return shard_box(mesh.shape, placements, shape, unravel(position, mesh.shape))
 
 
 def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -139,6 +141,13 @@ class LayoutBoxes:
         """Where ``rank`` is in the tensor's mesh, or None."""
         position = self._positions[tensor.mesh].get(rank)
         return None if position is None else unravel(position, self.layout.meshes[tensor.mesh].shape)
+
+    def replica(self, tensor: Tensor, rank: int) -> int | None:
+        """Which replica of its shard ``rank`` holds; None when it is not in the tensor's mesh."""
+        coordinate = self.coordinate(tensor, rank)
+        if coordinate is None:
+            return None
+        return replica_index(self.layout.meshes[tensor.mesh].shape, tensor.placements, coordinate)
 
     def owned(self, tensor: Tensor, rank: int) -> list[Box]:
         """The boxes of ``tensor`` that ``rank`` writes; empty ones left out.
@@ -194,13 +203,3 @@ class LayoutBoxes:
                     yield from descend(depth + 1, inner, position + strides[mesh_dimension] * place)
 
         yield from descend(0, whole_box(tensor.shape), 0)
-
-
-def owned_boxes(layout: Layout, tensor: Tensor, rank: int) -> list[Box]:
-    """``LayoutBoxes(layout).owned(tensor, rank)``."""
-    return LayoutBoxes(layout).owned(tensor, rank)
-
-
-def holders(layout: Layout, tensor: Tensor, box: Box) -> Iterator[tuple[int, Box]]:
-    """``LayoutBoxes(layout).holders(tensor, box)``."""
-    return LayoutBoxes(layout).holders(tensor, box)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,14 +13,13 @@ from ckpt.format import records
 from ckpt.format.layout import Layout, Mesh, Tensor
 from ckpt.format.part import data_name
 from ckpt.format.safetensors import DTYPE_NBYTES
-from ckpt.plan.boxes import LayoutBoxes, replica_count, replicated_dimensions, sharding_order, whole_box
+from ckpt.plan.balance import Shard, spread
+from ckpt.plan.boxes import LayoutBoxes, replica_count, replicated_dimensions, shard_box, whole_box
 
-BALANCED = 1.1  # max / mean bytes per rank that needs no tensor to be cut
 Grid = tuple[tuple[int, ...], tuple[int, ...]]  # a mesh's shape and ranks
-PIECES_PER_RANK = 8  # when tensors are cut, into pieces of about this fraction of a rank's share
 
 
-class LocalTensor(msgspec.Struct, frozen=True):
+class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor as one rank sees it; ``mesh_shape`` is None for a plain tensor (a replica on every rank)."""
 
     name: str
@@ -42,7 +41,32 @@ class Structure(msgspec.Struct, frozen=True):
 
     def digest(self) -> str:
         """The digest that ranks exchange."""
-        return records.digest(records.encode(self))
+        grids = _Grids()
+        rows = [
+            (t.name, t.group, t.dtype, t.shape, grids.number_of(t), t.placements, t.kind, t.first_rank_owns)
+            for t in self.tensors
+        ]
+        return records.digest(msgspec.json.encode((list(grids.numbers), rows, self.aliases), order="deterministic"))
+
+
+class _Grids:
+    """Grids, numbered in the order in which they come. One can be long, and thousands of tensors are on it."""
+
+    def __init__(self, everyone: tuple[int, ...] = ()) -> None:
+        self.numbers: dict[Grid, int] = {}
+        self._plain: Grid = ((len(everyone),), everyone)  # of a tensor without a mesh
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # by the identity of the ranks, to hash them once
+
+    def number_of(self, tensor: LocalTensor) -> int:
+        """The number of the tensor's grid."""
+        shape, ranks = self._plain
+        if tensor.mesh_shape is not None and tensor.mesh_ranks is not None:
+            shape, ranks = tensor.mesh_shape, tensor.mesh_ranks
+        key = (id(ranks), shape)
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = self.numbers.setdefault((shape, ranks), len(self.numbers))
+        return number
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -61,7 +85,8 @@ def plan_layouts(groups: Sequence[Group]) -> list[Layout]:
     """
     _refuse_conflicts(groups)
     owned: dict[str, _Owned] = {}
-    return [_layout(group, owned) for group in groups]
+    same: dict[Grid, Grid] = {}  # one object for equal grids, which compares at once
+    return [_layout(group, owned, same) for group in groups]
 
 
 def _refuse_conflicts(groups: Sequence[Group]) -> None:
@@ -92,84 +117,64 @@ class _Owned(msgspec.Struct, frozen=True):
     owners: tuple[int, ...]
 
 
-def _layout(group: Group, owned: dict[str, _Owned]) -> Layout:
-    meshes: dict[Grid, int] = {}
-    grid: Grid
+def _layout(group: Group, owned: dict[str, _Owned], same: dict[Grid, Grid]) -> Layout:
+    grids = _Grids(group.ranks)
+    replica = ("R",)
+    tensors = [
+        _Placement(local, grids.number_of(local), replica if local.mesh_shape is None else local.placements)
+        for local in group.structure.tensors
+    ]
+    grid_of = [same.setdefault(grid, grid) for grid in grids.numbers]
+    meshes = tuple(Mesh(shape, ranks) for shape, ranks in grid_of)
+    owners = _owners([t for t in tensors if t.local.name not in owned], meshes, len(group.ranks))
+    for local, mesh, placements in tensors:
+        grid = grid_of[mesh]
+        mine = _Owned(grid, placements, owners.get(local.name, ()))
+        first = owned.setdefault(local.name, mine)
+        if first is not mine and first.placements == placements and first.grid == grid:
+            owners[local.name] = first.owners
+    rows = tuple(
+        Tensor(t.name, t.group, t.dtype, t.shape, mesh, placements, owners.get(t.name, ()), t.kind)
+        for t, mesh, placements in tensors
+    )
+    return Layout(records.FORMAT, meshes, rows, dict(group.structure.aliases))
+
+
+class _Placement(NamedTuple):
+    """A tensor on the mesh of that number of its layout."""
+
+    local: LocalTensor
+    mesh: int
     placements: tuple[str, ...]
-    tensors: list[Tensor] = []
-    for local in group.structure.tensors:
-        if local.mesh_shape is None or local.mesh_ranks is None:
-            grid, placements = ((len(group.ranks),), group.ranks), ("R",)
-        else:
-            grid, placements = (local.mesh_shape, local.mesh_ranks), local.placements
-        mesh = meshes.setdefault(grid, len(meshes))
-        tensors.append(
-            Tensor(local.name, local.group, local.dtype, local.shape, mesh, placements, owners=(), kind=local.kind)
-        )
-    grids = tuple(Mesh(shape, ranks) for shape, ranks in meshes)
-    fixed = {t.name for t in group.structure.tensors if t.first_rank_owns}
-    owners = _owners([t for t in tensors if t.name not in owned], grids, fixed)
-    for tensor in tensors:
-        grid = (grids[tensor.mesh].shape, grids[tensor.mesh].ranks)
-        mine = _Owned(grid, tensor.placements, owners.get(tensor.name, ()))
-        first = owned.setdefault(tensor.name, mine)
-        if first is not mine and (first.grid, first.placements) == (grid, tensor.placements):
-            owners[tensor.name] = first.owners
-    tensors = [msgspec.structs.replace(t, owners=owners.get(t.name, ())) for t in tensors]
-    return Layout(records.FORMAT, grids, tuple(tensors), dict(group.structure.aliases))
 
 
-def _owners(tensors: list[Tensor], meshes: Sequence[Mesh], fixed: set[str]) -> dict[str, tuple[int, ...]]:
+def _owners(tensors: Sequence[_Placement], meshes: Sequence[Mesh], ranks: int) -> dict[str, tuple[int, ...]]:
+    """Name -> owners. Where replicas are to be spread, so that bytes are balanced over the holders of each shard."""
     result: dict[str, tuple[int, ...]] = {}
-    shared: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}  # (mesh, replicated dimensions) -> replicas
-    for tensor in tensors:
-        replicas = replica_count(meshes[tensor.mesh].shape, tensor.placements)
-        if replicas == 1 or tensor.name in fixed:
-            result[tensor.name] = (0,)
-        else:
-            shared.setdefault((tensor.mesh, replicated_dimensions(tensor.placements)), []).append(tensor)
-    for (mesh, _), alike in shared.items():
-        replicas = replica_count(meshes[mesh].shape, alike[0].placements)
-        nbytes = {t.name: _shard_nbytes(t, meshes[mesh]) for t in alike}
-        whole = {t.name: 1 for t in alike}
-        owners, loads = _balance(nbytes, whole, replicas)
-        mean = sum(loads) / replicas
-        if max(loads) > BALANCED * mean:
-            piece_nbytes = max(1, mean / PIECES_PER_RANK)
-            pieces = {
-                t.name: min(replicas, max(1, round(nbytes[t.name] / piece_nbytes)), t.shape[0] if t.shape else 1)
-                for t in alike
-                if t.name in nbytes
-            }
-            owners, _ = _balance(nbytes, pieces, replicas)
-        result.update(owners)
+    shared: dict[tuple[int, tuple[int, ...]], dict[str, Shard]] = {}  # (mesh, replicated dimensions) -> replicas
+    shards: dict[tuple[int, tuple[str, ...], tuple[int, ...], str], Shard] = {}  # few, of many tensors
+    nbytes = 0
+    for local, mesh, placements in tensors:
+        nbytes += prod(local.shape) * DTYPE_NBYTES[local.dtype]
+        mesh_shape = meshes[mesh].shape
+        if local.first_rank_owns or replica_count(mesh_shape, placements) == 1:
+            result[local.name] = (0,)
+            continue
+        key = (mesh, placements, local.shape, local.dtype)
+        shard = shards.get(key)
+        if shard is None:
+            shard = shards[key] = _largest_shard(local, mesh_shape, placements)
+        shared.setdefault((mesh, replicated_dimensions(placements)), {})[local.name] = shard
+    for (mesh, dimensions), alike in shared.items():
+        replicas = prod(meshes[mesh].shape[i] for i in dimensions)
+        result.update(spread(alike, replicas, nbytes / ranks))
     return result
 
 
-def _shard_nbytes(tensor: Tensor, mesh: Mesh) -> int:
-    shards = prod(mesh.shape[i] for i, _ in sharding_order(mesh.shape, tensor.placements))
-    return prod(tensor.shape) * DTYPE_NBYTES[tensor.dtype] // shards
-
-
-def _balance(
-    nbytes: dict[str, int], pieces: dict[str, int], replicas: int
-) -> tuple[dict[str, tuple[int, ...]], list[float]]:
-    """Largest first to the least loaded replica (LPT); ties go to the lowest replica."""
-    heap: list[tuple[float, int]] = [(0.0, replica) for replica in range(replicas)]
-    order = sorted(nbytes, key=lambda name: -nbytes[name] / max(1, pieces[name]))
-    owners: dict[str, tuple[int, ...]] = {}
-    for name in order:
-        chosen = []
-        for _ in range(max(1, pieces[name])):
-            load, replica = heapq.heappop(heap)
-            heapq.heappush(heap, (load + nbytes[name] / max(1, pieces[name]), replica))
-            chosen.append(replica)
-        # Ascending, so that neighbouring pieces of one owner stay neighbours in its file.
-        owners[name] = tuple(sorted(chosen))
-    loads = [0.0] * replicas
-    for load, replica in heap:
-        loads[replica] = load
-    return owners, loads
+def _largest_shard(tensor: LocalTensor, mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> Shard:
+    first = shard_box(mesh_shape, placements, tensor.shape, (0,) * len(mesh_shape))  # late places get less, never more
+    rows = max(1, first.sizes[0]) if first.sizes else 1
+    return Shard(rows, first.numel // rows * DTYPE_NBYTES[tensor.dtype])
 
 
 def hf_index(layouts: Sequence[Layout], world: int) -> bytes | None:
@@ -186,7 +191,7 @@ def hf_index(layouts: Sequence[Layout], world: int) -> bytes | None:
                 continue
             whole = whole_box(tensor.shape)
             if not whole.numel:
-                writers = [rank for rank in layout.meshes[tensor.mesh].ranks if boxes.owned(tensor, rank)]
+                writers = [next(rank for rank in layout.meshes[tensor.mesh].ranks if boxes.owned(tensor, rank))]
             else:
                 writers = []
                 for rank, piece in boxes.holders(tensor, whole):

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 import torch
+
+from ckpt.snapshot.pinned import RefusedError, register, unregister
 
 PAGE_NBYTES = 4096
 
-_lock = threading.Lock()
-_pinned: dict[int, int] = {}  # address -> nbytes of what is registered with CUDA
+
+class _Seen(msgspec.Struct, frozen=True):
+    """An arena that was to be pinned."""
+
+    nbytes: int
+    device: int  # in whose context
+    pinned: bool  # else the driver has refused it, and is not asked again
+
+
+_lock = threading.RLock()  # a finalizer may run within
+_seen: dict[int, _Seen] = {}  # by address
+_noted = False
 
 
 def place_files(files_nbytes: Sequence[int]) -> tuple[list[int], int]:
@@ -33,43 +47,57 @@ def as_bytes(view: memoryview) -> torch.Tensor:
 
 
 def pin(view: memoryview) -> bool:
-    """Register an arena with CUDA so that copies into it are asynchronous; whether it is pinned now.
+    """Page-lock an arena for CUDA, so that copies into it are asynchronous; whether it is now.
 
-    Once per arena: later calls cost nothing unless it has grown. It ends with the mapping. Copies work
-    without it, only slower.
+    Once per arena: later calls cost nothing unless it has grown. It ends with the mapping. Copies work without it,
+    only slower: why it cannot be had is said once, on stderr.
     """
-    if not view.nbytes or not torch.cuda.is_available():
+    if not view.nbytes or not _has_device():
         return False
     address = as_bytes(view).data_ptr()
     with _lock:
-        known = _pinned.get(address, 0)
-        if known >= view.nbytes:
-            return True
-        if known:
-            _unregister(address)
-        if int(_cudart().cudaHostRegister(address, view.nbytes, 0)) != 0:
-            # The runtime remembers the error and would hand it to the training's next kernel: give it one of ours.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda").add_(1)
-            return False
-        _pinned[address] = view.nbytes
-    if not known:
+        known = _seen.get(address)
+        if known is not None and known.nbytes >= view.nbytes:
+            return known.pinned
+        device = torch.cuda.current_device()
+        if known is not None:
+            _unpin(address)
+        try:
+            register(address, view.nbytes, device)
+        except RefusedError as error:
+            _note(str(error))
+            _seen[address] = _Seen(view.nbytes, device, pinned=False)
+        else:
+            _seen[address] = _Seen(view.nbytes, device, pinned=True)
+        pinned = _seen[address].pinned
+    if known is None:
         with contextlib.suppress(TypeError):  # memory that takes no weak reference is not an arena's
             # Called before the mapping's own finalizer, which unmaps: the newest goes first.
-            weakref.finalize(view.obj, _forget, address).atexit = False
-    return True
+            weakref.finalize(view.obj, _forget, address, os.getpid()).atexit = False
+    return pinned
 
 
-def _forget(address: int) -> None:
+def _has_device() -> bool:
+    """Whether something of this process lies on a device; none is woken up for the question."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _forget(address: int, pid: int) -> None:
+    if os.getpid() != pid:  # nothing of it was ever in a forked child
+        return
     with _lock:
-        if address in _pinned:
-            _unregister(address)
+        _unpin(address)
 
 
-def _unregister(address: int) -> None:
-    del _pinned[address]
-    _cudart().cudaHostUnregister(address)
+def _unpin(address: int) -> None:
+    known = _seen.pop(address)
+    if known.pinned:
+        with contextlib.suppress(RefusedError):
+            unregister(address, known.device)
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _note(why: str) -> None:
+    global _noted  # noqa: PLW0603 - once per process
+    if not _noted:
+        _noted = True
+        sys.stderr.write(f"ckpt: snapshots are not page-locked ({why}): copies from the device take longer\n")

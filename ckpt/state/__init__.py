@@ -9,15 +9,17 @@ from __future__ import annotations
 from ckpt.state.data import ResumableLoader
 from ckpt.state.flatten import flatten
 from ckpt.state.load import wanted
+from ckpt.state.optimizer import moments_nbytes
 from ckpt.state.read import read_tree
 from ckpt.state.records import FlatState, Mismatch, PerRank, Read, StoredState, StoredTensor, TensorLeaf, per_rank
 from ckpt.state.rng import RNG
 from ckpt.state.target import LoadTarget
-from ckpt.state.tensors import dtype_of
+from ckpt.state.tensors import Inspector, dtype_of
 
 __all__ = [
     "RNG",
     "FlatState",
+    "Inspector",
     "LoadTarget",
     "Mismatch",
     "PerRank",
@@ -28,6 +30,7 @@ __all__ = [
     "TensorLeaf",
     "dtype_of",
     "flatten",
+    "moments_nbytes",
     "per_rank",
     "read_tree",
     "wanted",

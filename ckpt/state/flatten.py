@@ -23,32 +23,43 @@ _ATOMS = {str, int, float, bool, type(None), bytes}
 Path = tuple[Component, ...]
 
 
-def flatten(state: Mapping[str, Any], *, rank: int, world: int) -> FlatState:
+def flatten(state: Mapping[str, Any], *, rank: int, world: int, inspector: Inspector | None = None) -> FlatState:
     """``state`` as named tensors and typed values, by names that no wrapper, rank or world size changes.
 
-    Called by the engine on every save. The tensors are live: copy them, and encode the values, before
+    Called by the engine on every save, with the same ``inspector`` each time so that tensors which have
+    not changed cost next to nothing. The tensors are live: copy them, and encode the values, before
     the caller's next instruction. Raises BadInputError for a state that is no mapping of text keys and
     UnsupportedValueError, naming it, for a tensor or parameter that has no plain form.
     """
     check_state(state)
-    flattener = Flattener(rank, world)
+    flattener = Flattener(inspector or Inspector(rank), world)
     values = {key: flattener.tree(value, (key,)) for key, value in state.items()}
     flattener.finish()
-    return FlatState(flattener.tensors, flattener.aliases, flattener.rank_tensors, values, flattener.rank_values)
+    return FlatState(
+        tensors=flattener.tensors,
+        aliases=flattener.aliases,
+        rank_tensors=flattener.rank_tensors,
+        values=values,
+        rank_values=flattener.rank_values,
+        optimizers=flattener.optimizers,
+        stepped=flattener.stepped,
+    )
 
 
 class Flattener:
     """One walk over a state. ``names`` maps a tensor's id to every name that it has in the state."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, inspector: Inspector, world: int) -> None:
         self.tensors: list[TensorLeaf] = []
         self.rank_tensors: list[TensorLeaf] = []
         self.aliases: dict[str, str] = {}
         self.rank_values: dict[str, Any] = {}
         self.names: dict[int, list[str]] = {}
         self.trusted: set[int] = set()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.stepped: set[str] = set()
         self._world = world
-        self._inspector = Inspector(rank)
+        self._inspector = inspector
         self._depth = 0
         self._own_rank = False  # inside a per_rank value
         self._in_object = False  # inside what an object's state_dict() returned
@@ -93,20 +104,16 @@ class Flattener:
         first_rank_owns: bool = False,
     ) -> TensorRef:
         """Note one tensor down under ``name``."""
-        view = self._inspector.view(tensor, name)
-        local, grid = view.local, view.grid
+        local, what = self._inspector.part(tensor, name, group, kind, first_rank_owns=first_rank_owns)
         if local.is_meta:
             raise UnsupportedValueError(f"{name}: on the meta device, so it has no values; materialize it first")
         if local.is_conj() or local.is_neg():
             local = local.resolve_conj().resolve_neg()
-        if grid is None:
-            leaf = TensorLeaf(
-                name, group, local, view.dtype, view.shape, None, None, (), kind, first_rank_owns, trusted
-            )  # fmt: skip
-        elif self._own_rank:
-            raise UnsupportedValueError(f"{name}: a DTensor cannot be per_rank; all ranks hold it together")
-        else:  # its placements say what is a replica
-            leaf = TensorLeaf(name, group, local, view.dtype, view.shape, *grid, kind, first_rank_owns, True)
+        if what.mesh_shape is not None:
+            if self._own_rank:
+                raise UnsupportedValueError(f"{name}: a DTensor cannot be per_rank; all ranks hold it together")
+            trusted = True  # its placements say what is a replica
+        leaf = TensorLeaf(what, local, trusted)
         (self.rank_tensors if self._own_rank else self.tensors).append(leaf)
         return TensorRef(name)
 
@@ -158,6 +165,7 @@ class Flattener:
                 self._own_rank = False
 
             self._later.append(later)
+            self.optimizers.append(value)
             return node
         self._in_object = True
         tree = self.tree(value.state_dict(), path)

@@ -8,6 +8,7 @@ its state counts, as in ``state_dict()``: pre-hooks run (FSDP2 shards again in o
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections import OrderedDict
@@ -32,6 +33,7 @@ _FSDP1 = "_fsdp_wrapped_module"
 _ODD = re.compile("[\\[%\ud800-\udfff]|__metadata__|\\.\\.|^\\.|\\.$|^$")
 
 
+@functools.lru_cache(maxsize=100_000)
 def escaped_key(key: str) -> str:
     """A state-dict key as part of a tensor's name: its components escaped one by one."""
     return key if _ODD.search(key) is None else ".".join(escape(component) for component in key.split("."))

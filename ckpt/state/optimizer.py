@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PARAMETERS = "params"
 NAMES = "param_names"  # torch's key for the names that named_parameters() gave
+_MOMENTS = {"Adafactor": 0, "Adagrad": 1, "Muon": 1, "RMSprop": 1}  # of a parameter's size each; most others keep 2
 NO_PARAMETER = ""  # state that an optimizer keeps under a key of its own
 
 
@@ -50,6 +51,8 @@ def flatten_optimizer(
                 raise UnsupportedValueError(_nameless(node.prefix, parameter, position, index))
             names[id(parameter)] = name
             here.append(name)
+        if not sink.own_rank:  # a rank's own tensors have their own names
+            sink.stepped.update(here)
         saved: dict[str, Any] = {
             key: sink.tree(value, (*path, "groups", str(index), key))
             for key, value in settings.items()
@@ -86,8 +89,10 @@ def _flatten_parameter(
     plain: dict[Any, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and type(key) is str:
-            start = f"{node.prefix}.state.{escape(key)}."
+            start = f"{node.prefix}.state.{key if key.isidentifier() else escape(key)}."
             sink.leaf(value, start + name, group, trusted=trusted)
+            if not sink.own_rank:
+                sink.stepped.add(start + name)
             for other in others:
                 sink.aliases[start + other] = start + name
         else:
@@ -127,6 +132,22 @@ def _refuse_hidden_state(optimizer: torch.optim.Optimizer, prefix: str) -> None:
                 f"({', '.join(hidden)}), which would be lost; put the wrapped optimizer and the rest into the state "
                 "apart"
             )
+
+
+def moments_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an optimizer's state will take on this rank, by its kind, as long as it has none; else 0."""
+    if optimizer.state:
+        return 0
+    nbytes = 0
+    for settings in optimizer.param_groups:
+        moments = _MOMENTS.get(type(optimizer).__name__, 2)
+        if type(optimizer).__name__ == "SGD":
+            moments = int(bool(settings.get("momentum")))
+        moments += int(bool(settings.get("amsgrad")))
+        for parameter in settings[PARAMETERS]:
+            local = getattr(parameter, "_local_tensor", parameter)
+            nbytes += moments * local.nbytes if parameter.requires_grad else 0
+    return nbytes
 
 
 # -- loading --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ckpt.plan.boxes import Box
+from ckpt.plan.save import LocalTensor
 
 # What a class that keeps a value per rank says of itself: ``ckpt_per_rank = True``.
 PER_RANK_ATTRIBUTE = "ckpt_per_rank"
@@ -17,31 +18,31 @@ PER_RANK_ATTRIBUTE = "ckpt_per_rank"
 class TensorLeaf(msgspec.Struct, frozen=True, eq=False):
     """One tensor of a state as this rank holds it.
 
-    ``tensor`` is live: this rank's local shard, strided as it may be, detached. ``shape`` and
-    ``placements`` (words as in ``ckpt.format.layout.Tensor``) are of the global tensor;
-    ``mesh_shape`` and ``mesh_ranks`` (row-major global ranks) are None for a plain tensor, which is
-    a replica on every rank. ``first_rank_owns``: rank 0's copy is the truth and the others may
-    differ. ``trusted_replica``: equal on all holders by construction, so nobody need compare bytes.
+    ``tensor`` is live: this rank's local shard, strided as it may be, detached. ``what`` is true of the global
+    tensor, on all ranks. ``trusted_replica``: equal on all holders by construction, so nobody need compare bytes.
     """
 
-    name: str
-    group: str  # "model", "optimizer" or "state": which file of a rank it goes into
+    what: LocalTensor
     tensor: torch.Tensor
-    dtype: str
-    shape: tuple[int, ...]
-    mesh_shape: tuple[int, ...] | None = None
-    mesh_ranks: tuple[int, ...] | None = None
-    placements: tuple[str, ...] = ()
-    kind: str = "tensor"  # or "ndarray"
-    first_rank_owns: bool = False
     trusted_replica: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in the state."""
+        return self.what.name
+
+    @property
+    def group(self) -> str:
+        """Which file of a rank it goes into: ``model``, ``optimizer`` or ``state``."""
+        return self.what.group
 
 
 class FlatState(msgspec.Struct, frozen=True, eq=False):
     """A state, flattened. Encode ``values`` and ``rank_values`` and copy the tensors before the caller goes on.
 
     ``values`` (top-level key -> tree) hold TensorRef, RankRef, ModuleNode and OptimizerNode where
-    something is stored elsewhere; ``rank_values`` and ``rank_tensors`` are this rank's own.
+    something is stored elsewhere; ``rank_values`` and ``rank_tensors`` are this rank's own. ``optimizers`` are
+    those in the state, and ``stepped`` the names in ``tensors`` that only their steps change.
     """
 
     tensors: list[TensorLeaf]
@@ -49,6 +50,8 @@ class FlatState(msgspec.Struct, frozen=True, eq=False):
     rank_tensors: list[TensorLeaf]
     values: dict[str, Any]
     rank_values: dict[str, Any]
+    optimizers: list[torch.optim.Optimizer]
+    stepped: set[str]
 
 
 class StoredTensor(NamedTuple):

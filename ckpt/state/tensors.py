@@ -16,7 +16,9 @@ from ckpt.errors import BadInputError, UnsupportedValueError
 from ckpt.format.layout import Mesh, nesting
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.boxes import Box, local_box, whole_box
+from ckpt.plan.save import LocalTensor
 
+SPECS_LIMIT = 100_000  # remembered; a state that makes new DTensors for every save must not fill the memory with theirs
 PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_NBYTES if hasattr(torch, name)}
 
@@ -38,17 +40,59 @@ class View(msgspec.Struct, frozen=True, eq=False):
     grid: Grid | None  # None: a plain tensor
 
 
+class _Known(NamedTuple):
+    """All that ``what`` of a name depends on, as it was when the tensor was last looked at."""
+
+    type: type[torch.Tensor]
+    spec: Any  # of a DTensor; held, so that no other spec can have its identity
+    dtype: torch.dtype
+    local_shape: torch.Size
+    what: LocalTensor
+
+
 class Inspector:
-    """Takes tensors apart and refuses, by name, those that have no plain bytes. One per walk over a state."""
+    """Takes tensors apart and refuses, by name, those that have no plain bytes.
+
+    Kept from save to save it looks at what has not changed only once. It holds no tensor between walks.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # By identity, which is safe while the walk holds on to the tensors: hashing meshes and placements is slow.
-        self._grid_of_spec: dict[int, Grid] = {}
+        self._known: dict[str, _Known] = {}
+        # By identity, since hashing meshes and placements is slow; the spec is held, so that no identity is used twice.
+        self._grid_of_spec: dict[int, tuple[Any, Grid]] = {}
         self._grids: dict[tuple[int, Any, Any], Grid] = {}
         self._boxes: dict[tuple[Grid, tuple[int, ...]], Box] = {}
         self._sizes: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}  # by a grid's identity
-        self._keep: list[Any] = []  # so that no identity is used twice
+
+    def part(
+        self, tensor: torch.Tensor, name: str, group: str, kind: str, *, first_rank_owns: bool
+    ) -> tuple[torch.Tensor, LocalTensor]:
+        """This rank's part of ``tensor`` (detached, live) and what it is on all ranks: the same object while it is so.
+
+        Raises UnsupportedValueError as ``view`` does.
+        """
+        known = self._known.get(name)
+        if known is not None and type(tensor) is known[0]:  # the way of nearly every tensor of nearly every save
+            _, spec, dtype, local_shape, what = known
+            local = tensor if spec is None else tensor._local_tensor  # type: ignore[attr-defined]
+            if (
+                (spec is None or (tensor._spec is spec and type(local) in PLAIN_TYPES))  # type: ignore[attr-defined]
+                and local.dtype is dtype
+                and not local.is_nested
+                and local.layout is torch.strided
+                and local.shape == local_shape
+                and what.group == group
+                and what.kind == kind
+                and what.first_rank_owns == first_rank_owns
+            ):
+                return (local.detach() if local.requires_grad else local), what
+        view = self.view(tensor, name)
+        shape, ranks, placements = view.grid or (None, None, ())
+        what = LocalTensor(name, group, view.dtype, view.shape, shape, ranks, placements, kind, first_rank_owns)
+        spec = tensor._spec if view.grid is not None else None  # type: ignore[attr-defined]
+        self._known[name] = _Known(type(tensor), spec, view.local.dtype, view.local.shape, what)
+        return view.local, what
 
     def view(self, tensor: torch.Tensor, name: str) -> View:
         """``tensor`` taken apart; UnsupportedValueError naming it when its bytes are not all there is to it."""
@@ -69,10 +113,12 @@ class Inspector:
         """A DTensor's local part, checked against the arithmetic, and its grid."""
         # The public to_local(), placements and device_mesh cost some 25 us a tensor.
         spec, local, shape = tensor._spec, tensor._local_tensor, tuple(tensor.shape)  # type: ignore[attr-defined]
-        grid = self._grid_of_spec.get(id(spec))
-        if grid is None:
-            grid = self._grid_of_spec[id(spec)] = self._grid(spec, name)
-            self._keep.append(spec)
+        held = self._grid_of_spec.get(id(spec))
+        if held is None:
+            if len(self._grid_of_spec) >= SPECS_LIMIT:
+                self._forget()
+            held = self._grid_of_spec[id(spec)] = spec, self._grid(spec, name)
+        grid = held[1]
         if type(local) not in PLAIN_TYPES:
             local = _waited(local, name)
         sizes = self._sizes.get((id(grid), shape))
@@ -86,6 +132,10 @@ class Inspector:
                 "distribute_tensor or fully_shard, which cut evenly"
             )
         return local, grid
+
+    def _forget(self) -> None:
+        for memory in (self._known, self._grid_of_spec, self._grids, self._boxes, self._sizes):
+            memory.clear()
 
     def box(self, grid: Grid | None, shape: tuple[int, ...]) -> Box:
         """The box that this rank holds of a tensor of global ``shape``: all of it when there is no grid."""

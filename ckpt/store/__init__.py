@@ -13,10 +13,10 @@ from typing import cast
 from urllib.parse import unquote
 
 from ckpt.errors import BadInputError
-from ckpt.store.base import Sink, Store
+from ckpt.store.base import Sink, Source, Store
 from ckpt.store.local import LocalStore
 
-__all__ = ["LocalStore", "Sink", "Store", "open_store"]
+__all__ = ["LocalStore", "Sink", "Source", "Store", "open_store"]
 
 TEST_STORE_ENV = "CKPT_TEST_STORE"  # JSON; wraps every store this process opens, see ckpt.testing
 

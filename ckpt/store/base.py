@@ -10,6 +10,7 @@ A new store is a class, and ``class TestMyStore(ckpt.testing.StoreTests)``.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -57,6 +58,38 @@ class Sink(abc.ABC):
             self.abort()
 
 
+Seen = Callable[[memoryview], object]  # is shown the pieces of a read, first to last
+
+
+class Source(abc.ABC):
+    """One object being read. ``with store.open_source(key) as source: source.read_into(0, view)``.
+
+    Safe to use from several threads at once; ``close`` comes after the last of them.
+    """
+
+    @abc.abstractmethod
+    def read_into(self, offset: int, view: memoryview, seen: Seen | None = None) -> None:
+        """Fill ``view`` (writable, contiguous) from byte ``offset`` on.
+
+        ``seen`` is shown the bytes of ``view`` piece by piece, in order, each as soon as it has arrived: it may digest
+        what still lies in the processor's cache. A store that gets all at once shows all at once.
+
+        NotFoundError when absent. DamagedError when the object ends before; ``view`` may then be filled in part.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what the source holds; a second call does nothing. Never raises."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class Store(abc.ABC):
     """Keys to bytes. Safe to use from several threads and processes at once."""
 
@@ -67,11 +100,18 @@ class Store(abc.ABC):
         """The whole object. NotFoundError when absent; StoreError when larger than ``limit_nbytes``."""
 
     @abc.abstractmethod
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` (writable, contiguous) from byte ``offset`` on.
+    def open_source(self, key: str, *, shared: bool = False) -> Source:
+        """A source of the object, for more reads than one.
 
-        NotFoundError when absent. DamagedError when the object ends before; ``view`` may then be filled in part.
+        NotFoundError when absent: here, or at the latest from ``Source.read_into``. ``shared`` says that other
+        processes of this node read the same bytes at about this time: a store that keeps what it has read where
+        they find it (the page cache) does so then.
         """
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        """``Source.read_into``, once."""
+        with self.open_source(key) as source:
+            source.read_into(offset, view)
 
     @abc.abstractmethod
     def size(self, key: str) -> int:

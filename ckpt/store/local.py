@@ -15,11 +15,12 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from ckpt.errors import BadInputError, DamagedError, StoreError
+from ckpt.errors import BadInputError, StoreError
 from ckpt.store import placing
-from ckpt.store.base import Sink, Store
+from ckpt.store.base import Sink, Source, Store
 from ckpt.store.keys import check_key, check_prefix, is_component
 from ckpt.store.local_sink import LocalSink
+from ckpt.store.local_source import DIRECT_NBYTES, OPEN_FLAGS, LocalSource, open_direct
 from ckpt.store.oserrors import quantity, store_error
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -57,18 +58,18 @@ class LocalStore(Store):
             found = _read_all(file, memoryview(data), 0)
             return bytes(data if found == nbytes else data[:found])
 
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from the file, through the page cache."""
-        if offset < 0 or view.readonly or not view.c_contiguous:
-            raise BadInputError(f"{key}: read_into takes an offset of 0 or more and a writable, contiguous view")
-        with self._errors(key, "read"), self._object(key) as (file, nbytes):
-            wanted = view.nbytes
-            found = _read_all(file, view.cast("B"), offset) if wanted and offset < nbytes else 0
-            if found < wanted or offset > nbytes:
-                raise DamagedError(
-                    f"{self._where(key)}: ends after {quantity(os.fstat(file).st_size)}, "
-                    f"but bytes {offset:,} to {offset + wanted:,} are expected in it"
-                )
+    def open_source(self, key: str, *, shared: bool = False) -> Source:
+        """The open file; one that is ``shared`` is read through the page cache."""
+        *components, name = check_key(key)
+        with self._errors(key, "read"), self._folder(components) as folder:
+            file = os.open(name, OPEN_FLAGS, dir_fd=folder)
+            try:
+                nbytes = self._regular_nbytes(key, os.fstat(file))
+                direct_file = None if shared or nbytes < DIRECT_NBYTES else open_direct(folder, name, file)
+            except BaseException:
+                os.close(file)
+                raise
+        return LocalSource(self._where(key), file, nbytes, direct_file=direct_file)
 
     def size(self, key: str) -> int:
         """The file's size, without opening it."""
@@ -136,8 +137,7 @@ class LocalStore(Store):
         """Descriptor and size of a regular file; FileNotFoundError when absent or a folder."""
         *components, name = check_key(key)
         with self._folder(components) as folder:
-            # Without O_NONBLOCK a stray FIFO would block its reader for ever; files do not care.
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            file = os.open(name, OPEN_FLAGS, dir_fd=folder)
         try:
             yield file, self._regular_nbytes(key, os.fstat(file))
         finally:

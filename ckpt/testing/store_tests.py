@@ -159,6 +159,41 @@ class StoreTests:
 
         assert _at_once([partial(read, seed) for seed in range(8)]) == [True] * 8
 
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_a_source_gives_many_ranges(self, store: Store, shared: bool) -> None:
+        """Opened once, read often; what was read is shown in order, once, before the read returns."""
+        data = random.Random(3).randbytes(3 * _MIB + 13)
+        store.create("a/key", data)
+        with store.open_source("a/key", shared=shared) as source:
+            for offset, nbytes in ((0, len(data)), (1, 2 * _MIB), (5000, 7), (len(data), 0), (0, 0)):
+                into, shown = bytearray(nbytes), bytearray()
+                source.read_into(offset, memoryview(into), shown.extend)
+                assert into == shown == data[offset : offset + nbytes]
+            with pytest.raises(DamagedError, match=rf"a/key.*{len(data):,} bytes.*{len(data) + 1:,}"):
+                source.read_into(1, memoryview(bytearray(len(data))))
+        source.close()
+
+    def test_a_source_is_read_by_many(self, store: Store) -> None:
+        """Eight threads reading ranges through one source each get theirs."""
+        data = random.Random(4).randbytes(4 * _MIB)
+        store.create("key", data)
+
+        def read(seed: int) -> bool:
+            choose = random.Random(seed)
+            spans = [(choose.randrange(3 * _MIB), choose.randrange(_MIB)) for _ in range(20)]
+            buffers = [bytearray(nbytes) for _, nbytes in spans]
+            for (start, _), buffer in zip(spans, buffers, strict=True):
+                source.read_into(start, memoryview(buffer))
+            return all(buffer == data[a : a + n] for (a, n), buffer in zip(spans, buffers, strict=True))
+
+        with store.open_source("key") as source:
+            assert _at_once([partial(read, seed) for seed in range(8)]) == [True] * 8
+
+    def test_a_source_of_what_is_absent(self, store: Store) -> None:
+        """Told when it is opened or when it is read: absent, not damaged."""
+        with pytest.raises(NotFoundError), store.open_source("a/key") as source:
+            source.read_into(0, memoryview(bytearray(1)))
+
     # -- absent, and not known -------------------------------------------------------------
 
     def test_absent_is_said_of_what_is_absent(self, store: Store) -> None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from ckpt.errors import BadInputError
-from ckpt.store.base import Sink, Store
+from ckpt.store.base import Seen, Sink, Source, Store
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ class WrappedStore(Store):
 
     A wrapper overrides ``around``, which is called for the operations it is concerned with: those named by
     ``operation`` (a name, several, ``reading``, ``mutating``, or ``*``) on keys that match the pattern ``match``,
-    either the whole key or its last component. ``exists`` counts as ``size``.
+    either the whole key or its last component. ``exists`` counts as ``size``; opening a source is no operation, each
+    of its reads is one.
     """
 
     default_operation: str = "*"
@@ -99,6 +100,10 @@ class WrappedStore(Store):
         """The inner store's."""
         self.pass_on("read_into", key, view.nbytes, lambda: self.inner.read_into(key, offset, view))
 
+    def open_source(self, key: str, *, shared: bool = False) -> Source:
+        """The inner store's, wrapped."""
+        return WrappedSource(self, self.inner.open_source(key, shared=shared), key)
+
     def size(self, key: str) -> int:
         """The inner store's."""
         return self.pass_on("size", key, 0, lambda: self.inner.size(key))
@@ -123,6 +128,21 @@ class WrappedStore(Store):
     def delete_folder(self, prefix: str) -> None:
         """The inner store's."""
         self.pass_on("delete_folder", prefix, 0, lambda: self.inner.delete_folder(prefix))
+
+
+class WrappedSource(Source):
+    """A source that asks its store's wrapper about each read, as ``read_into``."""
+
+    def __init__(self, store: WrappedStore, inner: Source, key: str) -> None:
+        self._store, self._inner, self._key = store, inner, key
+
+    def read_into(self, offset: int, view: memoryview, seen: Seen | None = None) -> None:
+        """The inner source's."""
+        self._store.pass_on("read_into", self._key, view.nbytes, lambda: self._inner.read_into(offset, view, seen))
+
+    def close(self) -> None:
+        """The inner source's."""
+        self._inner.close()
 
 
 class WrappedSink(Sink):

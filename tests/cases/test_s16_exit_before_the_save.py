@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.job import keeper_client
 from ckpt.engine.retention import prune
-from ckpt.engine.session import keeper_client
 from ckpt.keeper.client import settle
 from ckpt.testing import store_env
 from tests.ranks import PRELOAD, run_ranks

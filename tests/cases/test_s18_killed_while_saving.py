@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.job import keeper_client
 from ckpt.engine.retention import prune
-from ckpt.engine.session import keeper_client
 from ckpt.engine.verify import verify_all
 from ckpt.keeper.client import settle
 from ckpt.keeper.place import process_identity

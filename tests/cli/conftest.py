@@ -8,6 +8,7 @@ from ckpt.cli import main
 from ckpt.format.values import ModuleNode, TensorRef
 from ckpt.run import Run
 from ckpt.testing.handmade import HandTensor, RankOwn, write_step
+from tests.keeper.conftest import folder, trainers, url  # noqa: F401 - fixtures for real keepers
 
 
 def write(opened, step):

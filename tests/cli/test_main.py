@@ -17,6 +17,8 @@ from ckpt.format.commit import COMMIT
 from ckpt.run import Run
 from tests.cli.conftest import ckpt
 
+RUN_VERBS = [verb for verb in VERBS if verb != "keeper"]  # that is about processes, and has a test module of its own
+
 
 def command(*words, **options):
     words = [sys.executable, "-m", "ckpt.cli", *map(str, words)]
@@ -36,7 +38,7 @@ def every_verb(run, tmp_path):
     }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", RUN_VERBS)
 def test_json_is_one_document(run, tmp_path, capsys, verb):
     """Every verb takes --json and prints one JSON object and nothing else."""
     code, out, err = ckpt(capsys, *every_verb(run, tmp_path)[verb], "--json")
@@ -44,7 +46,7 @@ def test_json_is_one_document(run, tmp_path, capsys, verb):
     assert json.loads(out)["run"] == run.url
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", RUN_VERBS)
 def test_text_is_for_people(run, tmp_path, capsys, verb):
     """Without --json every verb prints lines of text without escape codes or trailing blanks."""
     code, out, err = ckpt(capsys, *every_verb(run, tmp_path)[verb])
@@ -54,7 +56,7 @@ def test_text_is_for_people(run, tmp_path, capsys, verb):
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", RUN_VERBS)
 def test_no_verb_imports_torch(run, tmp_path, verb):
     """No verb needs torch: it is not even importable here."""
     code = "import sys; sys.modules['torch'] = None; from ckpt.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -100,7 +102,7 @@ def test_the_documentation_has_the_same_exit_codes():
     assert re.findall(r"^## (\w+):", text, re.MULTILINE) == list(VERBS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", RUN_VERBS)
 def test_help_of_a_verb(capsys, verb):
     """Each verb explains its arguments."""
     with pytest.raises(SystemExit) as caught:
@@ -139,7 +141,7 @@ def one_sentence(err):
     return err.startswith("ckpt: ") and err.count("\n") == 1 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", RUN_VERBS)
 def test_runs_that_are_none(run, tmp_path, capsys, verb):
     """No such folder, an empty one, one that is no run, a file: one sentence each, its exit code, nothing made."""
     (tmp_path / "empty").mkdir()

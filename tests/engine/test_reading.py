@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import ckpt
 from ckpt.engine import reading
 from ckpt.engine.tensors import StepReader
 from ckpt.run import Run
+from ckpt.store import LocalStore
 
 
 @pytest.fixture
@@ -71,3 +74,114 @@ def test_many_threads_give_what_one_gives(tmp_path: Path, encode: str) -> None:
     assert report.bytes_read == sum(value.nbytes for value in state.values())
     for key, value in state.items():
         assert torch.equal(target[key], value)
+
+
+LARGE = (1 << 20) + 1  # elements: 4 MiB and a bit
+
+
+@pytest.fixture
+def large_run(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A step of tensors of 4 MiB and 20 MiB, page-aligned in the file and not, and what is in them."""
+    torch.manual_seed(1)
+    sizes = {"aligned": 1 << 20, "chunks": 5 << 20, "odd": LARGE, "odder": LARGE + 2}
+    state = {name: torch.randn(size) for name, size in sizes.items()}
+    ckpt.save(tmp_path / "run", 1, state, wait=True)
+    return tmp_path / "run", state
+
+
+def empty(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def set_cache(run: Path, *, cold: bool) -> None:
+    """Have the run's files in the page cache, or not."""
+    for file in run.rglob("*"):
+        if file.is_file():
+            file.read_bytes()
+            if cold:
+                with file.open("rb") as opened:
+                    os.fsync(opened)
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_what_was_saved_comes_back(large_run, cold):
+    """From the disk and from the page cache; each file is opened for it once, and closed again."""
+    run, state = large_run
+    target, opened = empty(state), []
+    set_cache(run, cold=cold)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.MonkeyPatch.context() as patch:
+        real = LocalStore.open_source
+        patch.setattr(
+            LocalStore, "open_source", lambda self, key, **how: (opened.append(key), real(self, key, **how))[1]
+        )
+        ckpt.load(run, target)
+    assert len(opened) == len(set(opened)) == 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_damage_is_named_from_disk_and_from_cache(large_run, cold):
+    """File, tensor, chunk and both digests, whatever way the bytes came; nothing stays open."""
+    run, state = large_run
+    (file,) = run.glob("step-*/*.safetensors")
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(state["chunks"].numpy().tobytes()[-5000:])] ^= 1
+    file.write_bytes(raw)
+    set_cache(run, cold=cold)
+    before = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    told = rf"{file.name}: chunks: chunk 1: digest [0-9a-f]{{32}}, its part says [0-9a-f]{{32}}"
+    with pytest.raises(ckpt.DamagedError, match=told):
+        ckpt.load(run, empty(state), step=1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("left", [0, 4096, 5_000_000])
+def test_a_short_file_is_damage(large_run, cold, left):
+    """A file that lost its end is damage that names it, and the step before is taken instead."""
+    run, state = large_run
+    older = {name: tensor + 1 for name, tensor in state.items()}
+    ckpt.save(run, 2, older, wait=True)
+    (file,) = run.glob("step-00000002-*/*.safetensors")
+    os.truncate(file, left)
+    set_cache(run, cold=cold)
+    with pytest.raises(ckpt.DamagedError, match=rf"{file.name}: ends after {left:,} byte.*must not be used"):
+        ckpt.load(run, empty(state), step=2)
+    target = empty(state)
+    report = ckpt.load(run, target)
+    assert report.step == 1
+    assert file.name in report.skipped[0].why
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor)
+
+
+@pytest.mark.parametrize("encode", ["raw", "zstd"])
+def test_what_cannot_be_read_into_place(tmp_path: Path, encode: str) -> None:
+    """Strided targets, other dtypes, 16-byte elements, scalars: chunk by chunk, more than one chunk of each."""
+    torch.manual_seed(2)
+    state = {
+        "strided": torch.randn(1500, 3001),  # 18 MB: the second chunk begins in the middle of a row
+        "cast": torch.randn(1500, 3001),
+        "strided cast": torch.randn(3000, 1501),
+        "complex": torch.randn(700, 1601, dtype=torch.complex128),
+        "small": torch.randn(3, 5, 7),
+        "scalar": torch.randn(()),
+    }
+    ckpt.save(tmp_path / "run", 1, state, encode=encode, wait=True)
+    target = {
+        "strided": torch.zeros(3001, 1500).t(),
+        "cast": torch.zeros(1500, 3001, dtype=torch.float64),
+        "strided cast": torch.zeros(1501, 3000, dtype=torch.bfloat16).t(),
+        "complex": torch.zeros(1601, 700, dtype=torch.complex128).t(),
+        "small": torch.zeros(5, 3, 7).transpose(0, 1),
+        "scalar": torch.zeros((), dtype=torch.float64),
+    }
+    ckpt.load(tmp_path / "run", target, cast=True)
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor.to(target[name].dtype)), name

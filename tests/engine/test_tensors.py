@@ -25,7 +25,7 @@ def run(tmp_path):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 64 bytes, so that a small tensor has many of them, cut in the middle of rows."""
-    for module in ("ckpt.format.chunk", "ckpt.engine.tensors", "ckpt.engine.verify"):
+    for module in ("ckpt.format.chunk", "ckpt.engine.shards", "ckpt.engine.verify"):
         monkeypatch.setattr(f"{module}.CHUNK_NBYTES", 64)
 
 

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from ckpt.errors import DamagedError
-from ckpt.format.chunk import CHUNK_NBYTES, chunk_spans, decode_chunk, encode_zstd
+from ckpt.format.chunk import CHUNK_NBYTES, chunk_count, chunk_spans, decode_chunk, encode_zstd
 
 TEXT = b"the same words again, " * 1000
 
@@ -26,6 +26,7 @@ TEXT = b"the same words again, " * 1000
 def test_spans(nbytes, spans):
     """A shard is cut into chunks of 16 MiB and a rest; an empty one has none."""
     assert chunk_spans(nbytes) == spans
+    assert chunk_count(nbytes) == len(spans)
 
 
 def test_zstd_round_trip():

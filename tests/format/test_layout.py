@@ -93,6 +93,27 @@ def test_refuses_tensors(tensor, words):
 
 
 @pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"name": "model.v["}, "no name by the escaping rule"),
+        ({"name": "model.w"}, "listed twice"),
+        ({"owners": (0, 2)}, "an owner that is no replica; expected 0 to 1"),
+        ({"owners": (0,) * 9}, "9 pieces of the shape"),
+        ({"dtype": "qint8"}, "the dtype"),
+        ({"shape": (8, -2)}, "a dimension of size -2"),
+        ({"kind": "ndarray", "dtype": "bfloat16"}, "the kind"),
+        ({"mesh": 1}, "2 placements on a mesh of 1"),
+        ({"placements": ("R", "S2")}, "the placements"),
+    ],
+)
+def test_a_tensor_like_a_good_one_is_refused_for_what_differs(second, words):
+    """That the first of a form was good says nothing of a second one's name, owners or other form."""
+    wrong = replace(LAYOUT, tensors=(W, replace(W, **({"name": "model.v"} | second))), aliases={})
+    with pytest.raises(DamagedError, match=words):
+        decode_anyhow(wrong)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"meshes": (Mesh((), (0,)), MESHES[1])}, "mesh 0: 0 dimensions"),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import DamagedError, UnsupportedValueError
+from ckpt.format import names
 from ckpt.format.names import (
     escape,
     float_from_text,
@@ -39,6 +40,13 @@ def test_round_trip(path):
     assert "[" not in name
     name.encode()  # no lone surrogate is left
     assert repr(split_name(name)) == repr(tuple(path))
+
+
+@given(st.text(st.sampled_from(["a", "_", ".", "[", "%", "e", "é", "\ud800", " "]), max_size=8))
+def test_the_quick_look_at_a_name_is_the_rule(text):
+    """Plain ASCII names are told from others without the pattern, and alike."""
+    matches = names._PLAIN_NAME.fullmatch(text) is not None
+    assert names._is_plain(text) == (matches and text.isascii())
 
 
 @given(st.lists(components, min_size=1, max_size=3), st.lists(components, min_size=1, max_size=3))

@@ -24,6 +24,17 @@ def test_digest():
     assert records.digest(b"ckpt") == f"{xxhash.xxh3_128_intdigest(b'ckpt'):032x}"
 
 
+@pytest.mark.parametrize("bad", ["", "a" * 31, "a" * 33, "A" * 32, "g" * 32, "a" * 31 + "\n", "é" * 32])
+def test_many_digests_are_checked_as_one_is(bad):
+    """Each must be one by itself: what one lacks is not made up for by its neighbour."""
+    good = records.digest(b"")
+    records.check_digests([good] * 3, KEY, ["one", "two", "three"])
+    records.check_digests([], KEY, [])
+    for texts in ([good, bad], [good, bad, "a" * (64 - len(bad))]):
+        with pytest.raises(DamagedError, match="of two; expected 32 lower-case hex characters"):
+            records.check_digests(texts, KEY, ["one", "two", "three"][: len(texts)])
+
+
 def test_writer_round_trip():
     """A writer record comes back, and is written the same way each time."""
     assert decode_writer(RAW, KEY) == WRITER

@@ -51,7 +51,7 @@ def hand_over(client: KeeperClient, task: SaveTask) -> PendingTask:
 def fill(
     client: KeeperClient, run: str, step: int, save: int, *, world: int = 1, nbytes: int = 10_000,
     writer: int = 1, encode: str = "raw", digests: dict[str, str] | None = None, arena_run: str | None = None,
-    **task: Any,
+    snapshots: int = 2, budget_bytes: int | None = None, **task: Any,
 ) -> tuple[ArenaView, SaveTask]:  # fmt: skip
     """Fill an arena with this rank's payload; the task that would persist it."""
     rank = client.rank
@@ -60,7 +60,8 @@ def fill(
     entries = entries_of(layout, rank)
     rows = [HeaderEntry(entry.key, "U8", entry.box.sizes, entry.nbytes) for entry in entries]
     header = build_header(rows, {"format": "pt"}) if encode == "raw" else b""
-    arena = client.arena(len(header) + nbytes, run if arena_run is None else arena_run, timeout_s=30)
+    where = run if arena_run is None else arena_run
+    arena = client.arena(len(header) + nbytes, where, 30, snapshots=snapshots, budget_bytes=budget_bytes)
     arena.view[: len(header)] = header
     arena.view[len(header) : len(header) + nbytes] = payload(step, rank, nbytes)
     file = FileTask(

@@ -40,12 +40,16 @@ def part_of(state: Any, rank: int = 0, world: int = 1) -> RankPart:
 
 def part_of_flat(flat: FlatState, rank: int = 0) -> RankPart:
     def shard(leaf: Any) -> Shard:
-        box = whole_box(leaf.shape)
-        if leaf.mesh_shape is not None:
-            box = local_box(Mesh(leaf.mesh_shape, leaf.mesh_ranks), leaf.placements, leaf.shape, rank)
+        box = whole_box(leaf.what.shape)
+        if leaf.what.mesh_shape is not None:
+            box = local_box(
+                Mesh(leaf.what.mesh_shape, leaf.what.mesh_ranks), leaf.what.placements, leaf.what.shape, rank
+            )
         assert tuple(leaf.tensor.shape) == box.sizes, leaf
         assert not leaf.tensor.requires_grad, leaf
-        return Shard(leaf.name, StoredTensor(leaf.dtype, leaf.shape, leaf.kind), box, leaf.tensor.clone())
+        return Shard(
+            leaf.name, StoredTensor(leaf.what.dtype, leaf.what.shape, leaf.what.kind), box, leaf.tensor.clone()
+        )
 
     def encoded(trees: dict[str, Any]) -> bytes:
         return msgspec.json.encode({key: encode(tree, f"state[{key!r}]") for key, tree in trees.items()})

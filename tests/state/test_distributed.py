@@ -85,7 +85,7 @@ def placements_main(rank, world):
     grid, meta = layouts()[4][0], TensorMeta(torch.Size((8, 2)), (2, 1), torch.float32)
     spec = DTensorSpec(grid, (Shard(0), Shard(0)), meta, shard_order=(ShardOrderEntry(0, (1, 0)),))
     reordered = DTensor(torch.zeros(2, 2), spec, requires_grad=False)
-    assert flatten({"w": reordered}, rank=rank, world=world).tensors[0].placements == ("S0/2", "S0")
+    assert flatten({"w": reordered}, rank=rank, world=world).tensors[0].what.placements == ("S0/2", "S0")
     split = DTensor(
         torch.zeros(2, 2), DTensorSpec(grid, (Replicate(), _StridedShard(0, split_factor=2)), meta), requires_grad=False
     )

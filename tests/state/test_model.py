@@ -123,7 +123,7 @@ def test_ddp_says_what_is_a_replica(gloo):
     ddp(torch.ones(2, 1)).sum().backward()
     optimizer.step()
     leaves = {
-        leaf.name: (leaf.trusted_replica, leaf.first_rank_owns)
+        leaf.name: (leaf.trusted_replica, leaf.what.first_rank_owns)
         for leaf in flatten({"model": ddp, "optimizer": optimizer}, rank=0, world=1).tensors
     }
     assert leaves["model.0.weight"] == (True, False)
@@ -132,7 +132,7 @@ def test_ddp_says_what_is_a_replica(gloo):
     assert leaves["optimizer.state.momentum_buffer.model.0.weight"] == (True, False)
     assert leaves["optimizer.state.momentum_buffer.model.0.bias"] == (False, False)
     partial = flatten({"model": ddp}, rank=0, world=2).tensors  # DDP over some of the ranks promises nothing
-    assert not any(leaf.trusted_replica or leaf.first_rank_owns for leaf in partial)
+    assert not any(leaf.trusted_replica or leaf.what.first_rank_owns for leaf in partial)
 
 
 class Tied(nn.Module):

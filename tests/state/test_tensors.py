@@ -83,7 +83,7 @@ def test_s05_every_dtype(name):
     raw = torch.arange(48, dtype=torch.uint8) * 11 % (2 if name == "bool" else 251)
     tensor = raw.view(dtype)
     leaf = flatten({"t": tensor}, rank=0, world=1).tensors[0]
-    assert (leaf.dtype, leaf.shape) == (name, tuple(tensor.shape))
+    assert (leaf.what.dtype, leaf.what.shape) == (name, tuple(tensor.shape))
     assert leaf.tensor.view(torch.uint8).tolist() == raw.tolist()
     if name in UNCOPYABLE:
         return

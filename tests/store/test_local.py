@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import AlreadyExistsError, BadInputError, NotFoundError, StoreError
-from ckpt.store import LocalStore, placing
+from ckpt.store import LocalStore, direct, placing
 from ckpt.store.base import Store
 from ckpt.testing import StoreTests
 
@@ -336,6 +336,41 @@ def test_direct_io_is_used_from_aligned_memory(root, monkeypatch):
         (False, 4096 + 3 * MIB, 5),
         (False, 4101 + 3 * MIB, 2 * MIB),
     ]
+
+
+@pytest.mark.parametrize(("huge", "pieces"), [(True, [5]), (False, [2, 2, 1])])
+def test_direct_io_from_pages_of_either_size(root, monkeypatch, huge, pieces):
+    """Where shared memory lies in small pages, direct writes go through a huge one; the bytes are the same."""
+    real = os.pwrite
+    seen = []
+
+    def pwrite(file, view, offset):
+        seen.append((bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT), len(view)))
+        return real(file, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(direct, "shared_pages_are_huge", lambda: huge)
+    data = os.urandom(5 * MIB + 3)
+    with LocalStore(root).open_sink("key", 2 * len(data)) as sink, mmap.mmap(-1, len(data)) as memory:
+        memory[:] = data
+        with memoryview(memory) as view:
+            sink.write(view)
+            sink.write(view)
+    assert seen == [*((True, nbytes * MIB) for nbytes in pieces), (False, 3), (False, len(data))]
+    assert LocalStore(root).get("key") == data * 2
+
+
+def test_a_direct_write_that_is_cut_short(root, monkeypatch):
+    """In the middle of a page or at its end: what is left goes on from there."""
+    real = os.pwrite
+    monkeypatch.setattr(direct, "shared_pages_are_huge", lambda: False)
+    monkeypatch.setattr(os, "pwrite", lambda file, view, offset: real(file, view[: 4096 * 100], offset))
+    data = os.urandom(5 * MIB)
+    with LocalStore(root).open_sink("key") as sink, mmap.mmap(-1, len(data)) as memory:
+        memory[:] = data
+        with memoryview(memory) as view:
+            sink.write(view)
+    assert LocalStore(root).get("key") == data
 
 
 @pytest.mark.parametrize("way", ["create", "sink"])
