@@ -77,7 +77,7 @@ def prepare(state: Mapping[str, Any], inspector: Inspector, world: int) -> Prepa
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: a walk makes thousands of objects and no garbage, but would set one off.
+    """No garbage collection meanwhile: a save makes thousands of objects and no garbage, but would set one off.
 
     One over all of torch's objects takes a tenth of a second, which training would wait for.
     """

@@ -119,6 +119,10 @@ class Session:
 
     def save(self, step: int, state: Mapping[str, Any], options: SaveOptions) -> PendingSave:
         """Copy the state into an arena, which the keeper writes. Collective; see ``ckpt.save``."""
+        with no_collection():
+            return self._save(step, state, options)
+
+    def _save(self, step: int, state: Mapping[str, Any], options: SaveOptions) -> PendingSave:
         started = time.perf_counter()
         ranks = self.ranks
         prepared, client, planned = self._agree(step, state, options)
@@ -210,8 +214,7 @@ class Session:
         return prepared, client, self._plan(prepared, [digest for _, digest, _ in looks])
 
     def _look(self, state: Mapping[str, Any], options: SaveOptions) -> tuple[Prepared, KeeperClient]:
-        with no_collection():
-            prepared = prepare(state, self._inspector, self.ranks.world)
+        prepared = prepare(state, self._inspector, self.ranks.world)
         if options.overlap:
             refuse_untimely_steps(prepared.flat.optimizers)
         return prepared, keeper_client(self.ranks.rank)
@@ -303,7 +306,8 @@ class Session:
                 why = f"{type(error).__name__}: {error}"
                 client.abandon(self.run.url, attempt, self.ranks.rank, self.ranks.world, why)
 
-        return Overlap(view, late, task.ready, finish)
+        # What is final is announced as it comes only where nobody else needs the core that writes it.
+        return Overlap(view, late, task.ready if has_spare_core(self.ranks.world) else None, finish)
 
     def _warm(self, client: KeeperClient, laid: Laid, options: SaveOptions) -> None:
         client.warm(laid.nbytes, self.run.url, snapshots=options.snapshots, budget_bytes=options.budget_bytes)

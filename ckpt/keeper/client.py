@@ -45,6 +45,7 @@ class KeeperClient:
         self._sending = threading.Lock()
         self._requests = 0
         self._pending: dict[int, PendingTask] = {}
+        self._layouts: frozenset[str] = frozenset()  # digests of those that the task before had
         self._lost: KeeperError | None = None
         self._gone_for_good = False  # and everyone who waited for it knows
         self.lost: list[PendingTask] = []  # what was under way when the keeper went
@@ -115,11 +116,13 @@ class KeeperClient:
             request = self._next_request()
             pending = PendingTask(task, lambda nbytes: self._say_ready(request, pending, nbytes), self._pid)
             self._pending[request] = pending
+            brief, self._layouts = protocol.brief(task, self._layouts)
         try:
-            self._send(protocol.Begin(request, task))
+            self._send(protocol.Begin(request, brief))
         except CkptError:
             with self._lock:
                 self._pending.pop(request, None)
+                self._layouts = frozenset()
             raise
         return pending
 

@@ -32,6 +32,7 @@ class Connection:
         self.pidfd = _pidfd(sock, self.pid)
         self.welcome = False  # whether the client has proved itself
         self.rank: int | None = None
+        self.layouts: dict[str, bytes] = {}  # those of its last task
         self.known = False  # whether the keeper has taken note of its rank
         self.closing = False  # close once everything is sent
         self.eof = False

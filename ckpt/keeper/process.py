@@ -261,7 +261,8 @@ class Keeper:
             case protocol.ArenaRelease():
                 self._registry.release(connection.number, message.arena)
             case protocol.Begin() if connection.rank is not None:
-                self._registry.begin(connection.number, message.request, message.task, ranks)
+                task, connection.layouts = protocol.whole(message.task, connection.layouts)
+                self._registry.begin(connection.number, message.request, task, ranks)
             case protocol.Ready():
                 self._registry.ready(connection.number, message.request, message.nbytes)
             case protocol.Abandon() if connection.rank is not None:

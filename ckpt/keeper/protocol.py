@@ -56,7 +56,7 @@ class LayoutTask(msgspec.Struct, frozen=True):
     """A layout to store before COMMIT, and the ranks that have it as inclusive ranges."""
 
     digest: str
-    raw: bytes
+    raw: bytes  # on its way b"" when the task before on the same connection had it
     ranks: tuple[tuple[int, int], ...]
 
 
@@ -87,6 +87,28 @@ class SaveTask(msgspec.Struct, frozen=True):
     keep_every: int | None = None
     progress_timeout_s: float = 600.0
     max_write_mbps: float | None = None  # 10^6 bytes a second, of all ranks of the run on this node together
+
+
+def brief(task: SaveTask, before: frozenset[str]) -> tuple[SaveTask, frozenset[str]]:
+    """(``task`` without layouts that the task before had, the digests of its own): they can be larger than all else."""
+    digests = frozenset(layout.digest for layout in task.layouts)
+    if not digests:
+        return task, before
+    layouts = tuple(
+        msgspec.structs.replace(layout, raw=b"") if layout.digest in before else layout for layout in task.layouts
+    )
+    return msgspec.structs.replace(task, layouts=layouts), digests
+
+
+def whole(task: SaveTask, before: dict[str, bytes]) -> tuple[SaveTask, dict[str, bytes]]:
+    """The other side of ``brief``: (the task with its layouts, those by digest). KeeperError for one never sent."""
+    if not task.layouts:
+        return task, before
+    raws = {layout.digest: layout.raw or before.get(layout.digest, b"") for layout in task.layouts}
+    if not all(raws.values()):
+        raise KeeperError("a task without its layouts, which no task before it on this connection had")
+    layouts = tuple(msgspec.structs.replace(layout, raw=raws[layout.digest]) for layout in task.layouts)
+    return msgspec.structs.replace(task, layouts=layouts), raws
 
 
 def arena_end(task: SaveTask) -> int:

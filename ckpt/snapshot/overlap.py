@@ -8,7 +8,10 @@ tensor are taken before the copying begins and compared with what was copied.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +24,8 @@ from ckpt.errors import BadInputError, SaveFailedError
 from ckpt.snapshot.copy import as_integers, copy_into
 
 LATE_MIN_NBYTES = 64 << 10  # what is smaller is copied at once: cheaper than to look after it
-SAMPLES = 4  # of a tensor, the first and the last bytes among them
+NICENESS = 10  # training goes first where it has no core to spare
+SAMPLES = 3  # of a tensor, the first and the last bytes among them
 SAMPLE_NBYTES = 128
 
 _live: list[Overlap] = []
@@ -76,7 +80,7 @@ class Overlap:
         self,
         arena: memoryview,
         late: Sequence[Late],
-        progress: Callable[[int], None],
+        progress: Callable[[int], None] | None,
         finish: Callable[[BaseException | None], None],
     ) -> None:
         self.waited_s = 0.0  # how long optimizers' steps, and whoever else asked, had to wait
@@ -91,7 +95,8 @@ class Overlap:
         devices = {one.tensor.device for one in self._late if one.tensor.device.type == "cuda"}
         self._after = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         _hold_up_steps(self)
-        threading.Thread(target=self._run, name="ckpt-overlap", daemon=True).start()
+        # Not threading.Thread, whose start() hands the GIL over and waits: save() is to return first.
+        _thread.start_new_thread(self._run, ())
 
     def wait(self) -> None:
         """Wait until everything is copied."""
@@ -112,6 +117,8 @@ class Overlap:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             copies = [(one.tensor, one.arena_offset) for one in self._late]
             copy_into(self._arena, copies, self._progress, after=self._after, queued=self._release)
             self._refuse_changes()

@@ -103,6 +103,20 @@ class Flattener:
         trusted: bool = False,
         first_rank_owns: bool = False,
     ) -> TensorRef:
+        """Note one tensor down under ``name``; what stands in its place."""
+        self.note(tensor, name, group, kind, trusted=trusted, first_rank_owns=first_rank_owns)
+        return TensorRef(name)
+
+    def note(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        group: str,
+        kind: str = "tensor",
+        *,
+        trusted: bool = False,
+        first_rank_owns: bool = False,
+    ) -> None:
         """Note one tensor down under ``name``."""
         local, what = self._inspector.part(tensor, name, group, kind, first_rank_owns=first_rank_owns)
         if local.is_meta:
@@ -115,7 +129,6 @@ class Flattener:
             trusted = True  # its placements say what is a replica
         leaf = TensorLeaf(what, local, trusted)
         (self.rank_tensors if self._own_rank else self.tensors).append(leaf)
-        return TensorRef(name)
 
     @property
     def own_rank(self) -> bool:

@@ -60,6 +60,7 @@ def flatten_optimizer(
         }
         saved[PARAMETERS] = here
         node.groups.append(saved)
+    starts = _Starts(node.prefix)
     states: dict[Any, Any] = optimizer.state  # keyed by parameters, and by whatever else an optimizer likes
     for parameter, state in states.items():
         if isinstance(parameter, torch.Tensor):
@@ -69,29 +70,42 @@ def flatten_optimizer(
                     f"{node.prefix}: has state for a parameter of shape {tuple(parameter.shape)} that is in none of "
                     "its groups and in no module of the state; delete that state or put the module into the state"
                 )
-            _flatten_parameter(parameter, known, state, node, group, path, sink)
+            _flatten_parameter(parameter, known, state, starts, node, group, path, sink)
         else:
             inner = sink.tree(state, (*path, "nested", parameter, NO_PARAMETER))
             node.state.setdefault(NO_PARAMETER, {})[parameter] = inner
+
+
+class _Starts(dict[str, str]):
+    """What the names of an optimizer's tensors begin with, by state key."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __missing__(self, key: str) -> str:
+        start = self[key] = f"{self._prefix}.state.{escape(key)}."
+        return start
 
 
 def _flatten_parameter(
     parameter: torch.Tensor,
     name: str,
     state: dict[Any, Any],
+    starts: _Starts,
     node: OptimizerNode,
     group: str,
     path: tuple[Component, ...],
     sink: Flattener,
 ) -> None:
+    own_rank = sink.own_rank
     trusted = id(parameter) in sink.trusted  # what keeps replicas of a parameter equal keeps its moments equal
-    others = [] if sink.own_rank else [other for other in sink.names.get(id(parameter), ()) if other != name]
+    others = [] if own_rank else [other for other in sink.names.get(id(parameter), ()) if other != name]
     plain: dict[Any, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and type(key) is str:
-            start = f"{node.prefix}.state.{key if key.isidentifier() else escape(key)}."
-            sink.leaf(value, start + name, group, trusted=trusted)
-            if not sink.own_rank:
+            start = starts[key]
+            sink.note(value, start + name, group, trusted=trusted)
+            if not own_rank:
                 sink.stepped.add(start + name)
             for other in others:
                 sink.aliases[start + other] = start + name

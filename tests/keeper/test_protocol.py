@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -163,3 +164,35 @@ def test_a_message_too_large_for_a_frame(folder: Path, url: str, monkeypatch: py
 
 def _log(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.glob("*.log"))
+
+
+def test_layouts_are_sent_once_to_a_connection():
+    """They can be larger than all else in a task; one that was never sent is refused."""
+    first = protocol.LayoutTask("a" * 32, b"first", ((0, 0),))
+    second = protocol.LayoutTask("b" * 32, b"second", ((1, 1),))
+    task = a_task(layouts=(first, second))
+    known: frozenset[str] = frozenset()
+    kept: dict[str, bytes] = {}
+    sent = []
+    for layouts in ((first, second), (first, second), (first,), (first, second), ()):
+        whole = msgspec.structs.replace(task, layouts=layouts)
+        brief, known = protocol.brief(whole, known)
+        sent.append([layout.raw for layout in brief.layouts])
+        again, kept = protocol.whole(brief, kept)
+        assert again == whole
+    assert sent == [[b"first", b"second"], [b"", b""], [b""], [b"", b"second"], []]
+    with pytest.raises(KeeperError, match="without its layouts"):
+        protocol.whole(brief_of(first), {})
+
+
+def brief_of(layout: protocol.LayoutTask) -> protocol.SaveTask:
+    """A task that takes for granted that the keeper has the layout."""
+    return a_task(layouts=(msgspec.structs.replace(layout, raw=b""),))
+
+
+def a_task(**fields: Any) -> protocol.SaveTask:
+    """A task for nothing."""
+    return protocol.SaveTask(
+        run="run", step=1, writer=1, save=1, rank=0, world=1, arena=1, encode="raw", files=(), layout="a" * 32,
+        rank_tensors=(), values=None, values_digests={}, rank_values={}, **fields,
+    )  # fmt: skip
