@@ -21,6 +21,7 @@ class Options:
     steps: int
     every: int
     keep: int
+    overlap: bool
     parallel: str
     device: str
     batch_size: int
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str] | None = None, *, about: str | None = None) -> Opt
     where.add_argument("--steps", type=_count, default=100, help="train until this many steps are done")
     where.add_argument("--every", type=_count, default=10, help="save each time this many steps are done")
     where.add_argument("--keep", type=_count, default=3, help="how many of the newest steps to keep")
+    where.add_argument("--overlap", action="store_true", help="copy what a save takes while the next step computes")
     where.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data, the dropout")
     where.add_argument("--parallel", choices=["ddp", "fsdp"], default="ddp", help="copy the model, or cut it up")
     where.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU if there is one")

@@ -66,7 +66,9 @@ def train(options: Options, place: Place) -> None:
     job = assemble(options, place)
     every, keep = ckpt.every(steps=options.every), ckpt.keep(last=options.keep)
     with Journal(place, loss_log=options.loss_log, events=options.events) as journal:
-        with ckpt.Checkpointer(options.run, job.state, every=every, keep=keep) as checkpointer:  # restores the state
+        with ckpt.Checkpointer(  # restores the state
+            options.run, job.state, every=every, keep=keep, overlap=options.overlap
+        ) as checkpointer:
             journal.begin(checkpointer.restored_step)
             batches = job.loader.forever()  # epoch after epoch, from the restored position on
             for step in checkpointer.steps(total=options.steps):  # restores the random numbers; saves when due

@@ -1,4 +1,4 @@
-"""one lost save fails two later saves when the ranks learn of it at different times."""
+"""A lost save fails one later save only, also when the ranks learn of it at different times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``KeeperClient.alive`` turns False before the saves that died with the keeper have failed."""
+"""``KeeperClient.alive`` turns False only when the saves that died with the keeper have failed."""
 
 from __future__ import annotations
 

@@ -56,6 +56,14 @@ def test_saving_changes_nothing(undisturbed: Undisturbed, tmp_path: Path) -> Non
     assert leaves(ckpt.read(tmp_path / "run")) == undisturbed.final
 
 
+def test_saves_that_overlap_training_change_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Neither the losses nor any step that was saved while the next one computed."""
+    train(2, tmp_path / "run", f"--parallel={undisturbed.parallel}", "--overlap", losses=tmp_path / "losses")
+    assert read_losses(tmp_path / "losses") == undisturbed.losses
+    for step in (1, 5, STEPS):
+        assert leaves(ckpt.read(tmp_path / "run", step=step)) == leaves(ckpt.read(undisturbed.run, step=step))
+
+
 @pytest.mark.parametrize("options", [["--bf16"], ["--accumulate=3"]])
 def test_resumed_with(undisturbed: Undisturbed, options: list[str], tmp_path: Path) -> None:
     """Computing in bfloat16 and accumulating gradients change the numbers, not that they come again."""
