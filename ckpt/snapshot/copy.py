@@ -56,7 +56,7 @@ def copy_into(
     """
     started = time.perf_counter()
     target = as_bytes(arena)
-    base = target.data_ptr()
+    base, limit = target.data_ptr(), target.numel()
     nbytes = end = told = 0
     on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with torch.no_grad():
@@ -64,13 +64,16 @@ def copy_into(
             plain = _is_plain(tensor)
             source = tensor if plain else as_integers(tensor)
             size = source.nbytes
-            if offset < 0 or offset + size > target.numel():
-                raise BadInputError(f"bytes {offset} to {offset + size} lie outside of an arena of {target.numel()}")
+            if offset < 0 or offset + size > limit:
+                raise BadInputError(f"bytes {offset} to {offset + size} lie outside of an arena of {limit}")
             if progress is not None and offset < end:
                 raise BadInputError(f"a tensor for byte {offset} comes after those that end at {end}")
             nbytes += size
             end = offset + size
             if not size:
+                continue
+            if plain and size < STREAM_MIN_NBYTES and progress is None:
+                ctypes.memmove(base + offset, source.data_ptr(), size)
                 continue
             if source.device.type == "cuda":
                 on_device.setdefault(source.device, []).append((source, target[offset:end]))
@@ -98,23 +101,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor lie in host memory as they are to be copied."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
 
 
-def _copied(source: torch.Tensor, place: int) -> Iterable[int]:
+def _copied(source: torch.Tensor, place: int) -> Iterator[int]:
     """Copy contiguous host memory to an address, at most PROGRESS_NBYTES at a time; how many bytes each was."""
     start, nbytes = source.data_ptr(), source.nbytes
-    if nbytes < STREAM_MIN_NBYTES:
-        ctypes.memmove(place, start, nbytes)
-        return (nbytes,)
-    return _copied_large(start, place, nbytes)
-
-
-def _copied_large(start: int, place: int, nbytes: int) -> Iterator[int]:
     for offset in range(0, nbytes, PROGRESS_NBYTES):
         size = min(PROGRESS_NBYTES, nbytes - offset)
         if _stream is not None and size >= STREAM_MIN_NBYTES:

@@ -59,7 +59,7 @@ class Flattener:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.stepped: set[str] = set()
         self._world = world
-        self._inspector = inspector
+        self.inspector = inspector
         self._depth = 0
         self._own_rank = False  # inside a per_rank value
         self._in_object = False  # inside what an object's state_dict() returned
@@ -118,7 +118,7 @@ class Flattener:
         first_rank_owns: bool = False,
     ) -> None:
         """Note one tensor down under ``name``."""
-        local, what = self._inspector.part(tensor, name, group, kind, first_rank_owns=first_rank_owns)
+        local, what = self.inspector.part(tensor, name, group, kind, first_rank_owns=first_rank_owns)
         if local.is_meta:
             raise UnsupportedValueError(f"{name}: on the meta device, so it has no values; materialize it first")
         if local.is_conj() or local.is_neg():

@@ -100,19 +100,29 @@ def _flatten_parameter(
     own_rank = sink.own_rank
     trusted = id(parameter) in sink.trusted  # what keeps replicas of a parameter equal keeps its moments equal
     others = [] if own_rank else [other for other in sink.names.get(id(parameter), ()) if other != name]
+    row = f"{node.prefix}.state.{name}"
+    simple = not (own_rank or others)
+    if simple and (leaves := sink.inspector.again(row, state, trusted=trusted)) is not None:
+        sink.tensors += leaves
+        sink.stepped.update(sink.inspector.names(row))
+        return
     plain: dict[Any, Any] = {}
+    noted: list[str] = []
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and type(key) is str:
             start = starts[key]
             sink.note(value, start + name, group, trusted=trusted)
-            if not own_rank:
-                sink.stepped.add(start + name)
+            noted.append(start + name)
             for other in others:
                 sink.aliases[start + other] = start + name
         else:
             plain[key] = sink.tree(value, (*path, "nested", key, name))
+    if not own_rank:
+        sink.stepped.update(noted)
     if plain:
         node.state[name] = plain
+    elif simple:
+        sink.inspector.remember(row, state, noted)
 
 
 def _name(parameter: torch.Tensor, names: dict[int, list[str]], own_name: str | None) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ckpt.format.layout import Mesh, nesting
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.boxes import Box, local_box, whole_box
 from ckpt.plan.save import LocalTensor
+from ckpt.state.records import TensorLeaf
 
 SPECS_LIMIT = 100_000  # remembered; a state that makes new DTensors for every save must not fill the memory with theirs
 PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -59,6 +60,7 @@ class Inspector:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._known: dict[str, _Known] = {}
+        self._rows: dict[str, tuple[tuple[Any, ...], tuple[str, ...], tuple[_Known, ...]]] = {}
         # By identity, since hashing meshes and placements is slow; the spec is held, so that no identity is used twice.
         self._grid_of_spec: dict[int, tuple[Any, Grid]] = {}
         self._grids: dict[tuple[int, Any, Any], Grid] = {}
@@ -93,6 +95,47 @@ class Inspector:
         spec = tensor._spec if view.grid is not None else None  # type: ignore[attr-defined]
         self._known[name] = _Known(type(tensor), spec, view.local.dtype, view.local.shape, what)
         return view.local, what
+
+    def remember(self, row: str, keys: Iterable[Any], names: Sequence[str]) -> None:
+        """Keep together what was found of the tensors ``names``, the values of a dict with these ``keys``."""
+        found = [self._known[name] for name in names if name in self._known]
+        if len(found) == len(names):  # else all was forgotten in between
+            self._rows[row] = tuple(keys), tuple(names), tuple(found)
+
+    def again(self, row: str, tensors: Mapping[Any, torch.Tensor], *, trusted: bool) -> list[TensorLeaf] | None:
+        """The leaves of a dict of tensors that is in all as it was when remembered; None when anything else must look.
+
+        Made for the hundreds of small dicts of an optimizer's state, with little for each tensor.
+        """
+        remembered = self._rows.get(row)
+        if remembered is None or tuple(tensors) != remembered[0]:
+            return None
+        leaves = []
+        for tensor, (kind, spec, dtype, local_shape, what) in zip(tensors.values(), remembered[2], strict=True):
+            local = tensor
+            if type(tensor) is not kind:
+                return None
+            if spec is not None:
+                local = tensor._local_tensor  # type: ignore[attr-defined]
+                if tensor._spec is not spec or type(local) not in PLAIN_TYPES:  # type: ignore[attr-defined]
+                    return None
+            if (
+                local.dtype is not dtype
+                or local.shape != local_shape
+                or local.layout is not torch.strided
+                or local.requires_grad
+                or local.is_nested
+                or local.is_meta
+                or local.is_conj()
+                or local.is_neg()
+            ):
+                return None
+            leaves.append(TensorLeaf(what, local, trusted or spec is not None))
+        return leaves
+
+    def names(self, row: str) -> tuple[str, ...]:
+        """The names of the tensors of a remembered dict."""
+        return self._rows[row][1]
 
     def view(self, tensor: torch.Tensor, name: str) -> View:
         """``tensor`` taken apart; UnsupportedValueError naming it when its bytes are not all there is to it."""
@@ -134,7 +177,7 @@ class Inspector:
         return local, grid
 
     def _forget(self) -> None:
-        for memory in (self._known, self._grid_of_spec, self._grids, self._boxes, self._sizes):
+        for memory in (self._known, self._rows, self._grid_of_spec, self._grids, self._boxes, self._sizes):
             memory.clear()
 
     def box(self, grid: Grid | None, shape: tuple[int, ...]) -> Box:

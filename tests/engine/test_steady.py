@@ -114,6 +114,52 @@ def test_a_tensor_changed_in_place_is_looked_at_anew(tmp_path: Path) -> None:
     run_ranks(2, in_place, str(tmp_path / "run"))
 
 
+def test_optimizer_state_that_is_replaced_is_looked_at_anew(tmp_path: Path) -> None:
+    """A moment that is another tensor, of another dtype, no tensor, new, gone: each save has what was there then."""
+    run = str(tmp_path / "run")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    step = 0
+
+    def save() -> dict[str, Any]:
+        nonlocal step
+        step += 1
+        ckpt.save(run, step, {"model": model, "optimizer": optimizer}).result(60)
+        found: dict[str, Any] = ckpt.read(run, step=step)["optimizer"]["state"]["model.weight"]
+        return found
+
+    def check() -> None:
+        found = save()
+        assert set(found) == set(state)
+        for key, value in state.items():
+            same = torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+            assert same, key
+            assert type(found[key]) is type(value)
+            assert getattr(found[key], "dtype", None) == getattr(value, "dtype", None)
+
+    check()
+    check()
+    state["exp_avg"] = torch.full((4, 4), 5.0)
+    check()
+    state["exp_avg"].mul_(2)
+    check()
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+    check()
+    state["exp_avg_sq"] = 7
+    check()
+    state["exp_avg_sq"] = torch.ones(2)
+    check()
+    state["more"] = torch.arange(3)
+    check()
+    del state["more"]
+    check()
+    state["exp_avg_sq"] = torch.ones(4, 4).t().contiguous().t()
+    check()
+
+
 def disagree(rank: int, world: int, run: str) -> list[str]:
     """What each rank is told when they differ in a save that is not the first; the last one works."""
     state: dict[str, Any] = {"w": torch.ones(4), "seen": 1}
