@@ -83,29 +83,17 @@ class Flattener:
             name = join_name(path)
             if not self._in_object:
                 self.names.setdefault(id(value), []).append(name)
-            return self.leaf(value, name, "state")
+            self.note(value, name, "state")
+            return TensorRef(name)
         if is_ndarray(value):
             name = join_name(path)
-            return self.leaf(array_tensor(value, name), name, "state", kind="ndarray")
+            self.note(array_tensor(value, name), name, "state", kind="ndarray")
+            return TensorRef(name)
         if isinstance(value, PerRank) or is_per_rank(value):
             return self._per_rank(value, path)
         if isinstance(value, (nn.Module, torch.optim.Optimizer)) or is_object(value):
             return self._object(value, path)
         return value  # plain, or refused by name when the values are encoded
-
-    def leaf(
-        self,
-        tensor: torch.Tensor,
-        name: str,
-        group: str,
-        *,
-        kind: str = "tensor",
-        trusted: bool = False,
-        first_rank_owns: bool = False,
-    ) -> TensorRef:
-        """Note one tensor down under ``name``; what stands in its place."""
-        self.note(tensor, name, group, kind, trusted=trusted, first_rank_owns=first_rank_owns)
-        return TensorRef(name)
 
     def note(
         self,
@@ -206,5 +194,5 @@ class Flattener:
             trusted = walk.is_trusted(value)
             if trusted:
                 self.trusted.add(id(value))
-            self.leaf(value, name, group, trusted=trusted, first_rank_owns=walk.first_rank_owns(value))
+            self.note(value, name, group, trusted=trusted, first_rank_owns=walk.first_rank_owns(value))
         return node
