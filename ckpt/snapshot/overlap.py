@@ -9,9 +9,7 @@ tensor are taken before the copying begins and compared with what was copied.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +22,6 @@ from ckpt.errors import BadInputError, SaveFailedError
 from ckpt.snapshot.copy import as_integers, copy_into
 
 LATE_MIN_NBYTES = 64 << 10  # what is smaller is copied at once: cheaper than to look after it
-NICENESS = 10  # training goes first where it has no core to spare
 SAMPLES = 3  # of a tensor, the first and the last bytes among them
 SAMPLE_NBYTES = 128
 
@@ -95,7 +92,8 @@ class Overlap:
         devices = {one.tensor.device for one in self._late if one.tensor.device.type == "cuda"}
         self._after = {device: torch.cuda.current_stream(device).record_event() for device in devices}
         _hold_up_steps(self)
-        # Not threading.Thread, whose start() hands the GIL over and waits: save() is to return first.
+        # Not threading.Thread, whose start() hands the GIL over and waits: save() is to return first. Nor of a lower
+        # priority: it needs the GIL for moments, and would keep it for long while others have its core.
         _thread.start_new_thread(self._run, ())
 
     def wait(self) -> None:
@@ -117,8 +115,6 @@ class Overlap:
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             copies = [(one.tensor, one.arena_offset) for one in self._late]
             copy_into(self._arena, copies, self._progress, after=self._after, queued=self._release)
             self._refuse_changes()

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.engine.job import keeper_client
 from ckpt.format import records
+from tests.keeper.conftest import wait_for
 
 
 def trained(seed: int = 0) -> dict[str, object]:
@@ -217,11 +219,15 @@ def test_a_refused_step_opens_no_writer(tmp_path: Path) -> None:
 
 def test_many_runs_share_one_connection(tmp_path: Path) -> None:
     """A process has one keeper, whatever number of runs it saves to."""
-    ckpt.save(tmp_path / "first", 1, {"x": torch.ones(3)}, wait=True)
-    before = len(os.listdir("/proc/self/fd"))
+
+    def descriptors(run: Path) -> list[str]:
+        ckpt.save(run, 1, {"x": torch.ones(3)}, wait=True)
+        wait_for(lambda: not keeper_client(0).is_warming, "no arena is on its way in a descriptor")
+        return os.listdir("/proc/self/fd")
+
+    before = descriptors(tmp_path / "first")
     for i in range(5):
-        ckpt.save(tmp_path / str(i), 1, {"x": torch.ones(3)}, wait=True)
-    assert len(os.listdir("/proc/self/fd")) == before
+        assert len(descriptors(tmp_path / str(i))) == len(before)
 
 
 def test_a_damaged_layout_is_mended_by_the_next_save(tmp_path: Path) -> None:
