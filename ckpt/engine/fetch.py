@@ -67,8 +67,9 @@ def scatter(view: memoryview, copies: Sequence[Copy], into: memoryview, box: Box
     source, target = np.frombuffer(view, dtype), np.frombuffer(into, dtype).reshape(box.sizes)
     for copy in copies:
         elements = source[copy.start : copy.start + copy.source.numel].reshape(copy.source.sizes)
-        target[_slices(copy.box.relative_to(box))] = elements[_slices(copy.box.relative_to(copy.source))]
+        target[slices(copy.box.relative_to(box))] = elements[slices(copy.box.relative_to(copy.source))]
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a box in an array whose corner is the coordinates' origin."""
     return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ckpt.engine.fetch import bounce
+from ckpt.engine.fetch import bounce, slices
 from ckpt.format.chunk import CHUNK_NBYTES
 from ckpt.plan.boxes import Box
 from ckpt.plan.load import ChunkRead, flat_range_boxes
@@ -43,8 +43,8 @@ class TensorLanding:
         with torch.no_grad(), torch.cuda.stream(self._stream):  # both count for this thread only
             for start, source, box in self._copies(chunk):
                 found = elements[start * extra.numel() : (start + source.numel) * extra.numel()]
-                found = found.view((*source.sizes, *extra))[_slices(box.relative_to(source))]
-                self._dest[_slices(box.relative_to(self._box))].copy_(found, non_blocking=True)
+                found = found.view((*source.sizes, *extra))[slices(box.relative_to(source))]
+                self._dest[slices(box.relative_to(self._box))].copy_(found, non_blocking=True)
         if self._stream is not None:
             _pinned()[0].leaves_on(self._stream)
 
@@ -63,10 +63,6 @@ class TensorLanding:
         first = chunk.target_offset // element_nbytes
         for place, box in flat_range_boxes(self._box, first, first + chunk.nbytes // element_nbytes):
             yield place - first, box, box
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
 
 
 class _Pinned:

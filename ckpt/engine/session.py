@@ -354,7 +354,7 @@ def _of_earlier(pending: PendingSave, error: CkptError) -> CkptError:
 
 def _number(digest: str) -> int:
     """63 bits of a digest, which are compared as a number."""
-    return int(digest.rpartition(":")[2][:16], 16) >> 1 if digest else 0
+    return int(digest[:16], 16) >> 1 if digest else 0
 
 
 _sessions: dict[tuple[str, int], Session] = {}
