@@ -45,7 +45,7 @@ from processes import bytes_read, bytes_written, keeper_pid
 from ranks import Seconds, begin, of_all, on_rank_0, remove, settle, slowest, timed, workplace
 from report import Figure, finish, machine, options
 from torch.distributed.device_mesh import init_device_mesh
-from workload import SIZES, Job, Size
+from workload import SIZES, Job, Size, parse
 
 import ckpt
 
@@ -247,11 +247,7 @@ def picture(path: Path, title: str, found: list[Figure]) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = options(__doc__)
-    parser.add_argument("--size", choices=SIZES, help="of the model (default full; with --quick quick)")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="a folder to make, use and remove again")
-    args = parser.parse_args()
-    args.size = args.size or ("quick" if args.quick else "full")
+    args = parse(options(__doc__))
     args.pairs = args.pairs or (3 if args.quick else 5)
     return args
 

@@ -34,7 +34,7 @@ from pictures import percentile, plot_spread
 from ranks import begin, of_all, on_rank_0, remove, workplace
 from report import Figure, finish, machine, options
 from torch.distributed.device_mesh import init_device_mesh
-from workload import SIZES, Job, Size
+from workload import SIZES, Job, Size, parse
 
 import ckpt
 
@@ -124,10 +124,7 @@ def arguments() -> argparse.Namespace:
     parser = options(__doc__, pairs=False)
     parser.add_argument("--saves", type=int, help="saves of each kind (default 50; with --quick 4)")
     parser.add_argument("--steps", type=int, default=1, help="training steps between saves (default 1)")
-    parser.add_argument("--size", choices=SIZES, help="of the model (default full; with --quick quick)")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="a folder to make, use and remove again")
-    args = parser.parse_args()
-    args.size = args.size or ("quick" if args.quick else "full")
+    args = parse(parser)
     args.saves = args.saves or (4 if args.quick else 50)
     return args
 

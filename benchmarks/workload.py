@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,3 +152,12 @@ def _local(tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()
         return local.detach()
     return tensor.detach()
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line of a benchmark that runs this job: also which size of it, and where it may write."""
+    parser.add_argument("--size", choices=SIZES, help="of the model (default full; with --quick quick)")
+    parser.add_argument("--dir", type=Path, default=Path("bench-out"), help="a folder to make, use and remove again")
+    args = parser.parse_args()
+    args.size = args.size or ("quick" if args.quick else "full")
+    return args
