@@ -40,7 +40,6 @@ from limits import plot_limits
 from report import Figure, finish, machine, options
 from simulated import OneOfMany, needs, rank_nbytes, structure
 
-from ckpt.engine.fetch import Fetch
 from ckpt.engine.prepare import (
     ArenaFile,
     EncodedValues,
@@ -50,13 +49,14 @@ from ckpt.engine.prepare import (
     arena_pieces,
     make_plan,
 )
-from ckpt.engine.tensors import StepReader
 from ckpt.format import records
 from ckpt.format.chunk import RAW, chunk_spans
 from ckpt.format.commit import Attempt, Commit, FileRef, LayoutRef, encode_commit
 from ckpt.format.part import DataFile, Part, encode_part, part_name
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.save import Structure
+from ckpt.reading.fetch import Fetch
+from ckpt.reading.step import StepReader
 from ckpt.run import Run
 from ckpt.state import FlatState
 from ckpt.store import open_store

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ckpt.engine.load import LoadReport, latest, load, read, steps
     from ckpt.engine.pending import PendingSave, SaveReport
     from ckpt.engine.save import save
-    from ckpt.engine.verify import VerifyReport, verify
     from ckpt.errors import (
         AlreadyExistsError,
         BadInputError,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
         UnsupportedValueError,
     )
+    from ckpt.reading.verify import VerifyReport, verify
     from ckpt.state import RNG, PerRank, ResumableLoader, per_rank
 
 __version__ = "0.1.0"
@@ -76,7 +76,7 @@ _HOMES = {
     "RNG": "ckpt.state",
     "ResumableLoader": "ckpt.state",
     "SaveReport": "ckpt.engine.pending",
-    "VerifyReport": "ckpt.engine.verify",
+    "VerifyReport": "ckpt.reading.verify",
     "every": "ckpt.engine.checkpointer",
     "keep": "ckpt.engine.checkpointer",
     "latest": "ckpt.engine.load",
@@ -85,7 +85,7 @@ _HOMES = {
     "read": "ckpt.engine.load",
     "save": "ckpt.engine.save",
     "steps": "ckpt.engine.load",
-    "verify": "ckpt.engine.verify",
+    "verify": "ckpt.reading.verify",
 }
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from ckpt.cli.output import console, counted, emit_json, nbytes_text, say, step_number, table, when_text
-from ckpt.engine.tensors import StepReader
-from ckpt.engine.tree import readable, shortened
 from ckpt.format.safetensors import DTYPE_NBYTES
+from ckpt.reading.step import StepReader
+from ckpt.reading.tree import readable, shortened
 from ckpt.run import Run
 
 _LIST_PREVIEW = 8

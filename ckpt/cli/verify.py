@@ -13,8 +13,8 @@ import time
 import msgspec
 
 from ckpt.cli.output import counted, emit_json, nbytes_text, one_of, progress, say, step_number
-from ckpt.engine.verify import VerifyReport, verify, verify_all
 from ckpt.errors import DamagedError
+from ckpt.reading.verify import VerifyReport, verify, verify_all
 from ckpt.run import Run
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from ckpt.engine.tensors import StepReader
-from ckpt.engine.tree import leaves
 from ckpt.format.layout import Tensor
 from ckpt.format.part import RankTensor
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.boxes import whole_box
+from ckpt.reading.step import StepReader
+from ckpt.reading.tree import leaves
 from ckpt.run import Run
 
 BLOCK_ELEMENTS = 1 << 20  # compared at a time: the temporary arrays stay small

@@ -16,13 +16,13 @@ from typing import Self
 
 import msgspec
 
-from ckpt.engine.tensors import Advance, StepReader
-from ckpt.engine.tree import readable
 from ckpt.errors import BadInputError
 from ckpt.format.records import FORMAT
 from ckpt.format.safetensors import DTYPE_NBYTES, HeaderEntry, build_header, st_dtype
 from ckpt.plan.boxes import whole_box
 from ckpt.plan.files import GROUPS, file_key
+from ckpt.reading.step import Advance, StepReader
+from ckpt.reading.tree import readable
 from ckpt.run import Run
 from ckpt.store import open_store
 from ckpt.store.base import Store

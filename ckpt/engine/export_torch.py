@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ckpt.engine.export import Destination, WholeTensor, write_group
-from ckpt.engine.tensors import Advance, StepReader
 from ckpt.errors import CkptError, StoreError
 from ckpt.format.names import split_name
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef
+from ckpt.reading.step import Advance, StepReader
 from ckpt.store.oserrors import store_error
 
 RELEASE_NBYTES = 64 << 20  # mapped pages are let go each time that this much was written

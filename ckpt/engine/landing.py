@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 import torch
 
-from ckpt.engine.fetch import bounce, slices
 from ckpt.format.chunk import CHUNK_NBYTES
 from ckpt.plan.boxes import Box
 from ckpt.plan.load import ChunkRead, flat_range_boxes
+from ckpt.reading.fetch import bounce, slices
 
 RING = 2  # pinned buffers of a thread: one is read into while the other is on its way to the device
 
 
 class TensorLanding:
-    """``dest`` gets the elements of ``box``, which come as ``dtype``. A ``ckpt.engine.fetch.Landing``.
+    """``dest`` gets the elements of ``box``, which come as ``dtype``. A ``ckpt.reading.fetch.Landing``.
 
     ``dest`` has the box's shape (as ``as_integers`` gives it: 16-byte elements may have a last axis of 2). Bytes for a
     GPU go through pinned memory, RING chunks for each thread that reads, on the stream that is current where this is

@@ -12,12 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from ckpt.engine.fetch import Fetch
 from ckpt.engine.landing import TensorLanding
 from ckpt.engine.ranks import Ranks
-from ckpt.engine.reading import fetch_all
 from ckpt.engine.session import Session, session_of
-from ckpt.engine.tensors import StepReader
 from ckpt.errors import (
     BadInputError,
     CkptError,
@@ -28,6 +25,9 @@ from ckpt.errors import (
 )
 from ckpt.format.commit import Attempt, Commit
 from ckpt.keeper.client import settle
+from ckpt.reading.fetch import Fetch
+from ckpt.reading.parallel import fetch_all
+from ckpt.reading.step import StepReader
 from ckpt.run import Run, StepState
 from ckpt.snapshot.copy import as_integers
 from ckpt.state import LoadTarget, Read, StoredState, StoredTensor, dtype_of, read_tree, wanted

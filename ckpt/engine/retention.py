@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ckpt.engine.verify import verify_attempt
 from ckpt.errors import AlreadyExistsError, BadInputError, NotFoundError
 from ckpt.format.commit import Attempt
 from ckpt.format.layout import LAYOUTS, layout_key
 from ckpt.plan.live import ABANDONED, LIVE, SUPERSEDED, to_delete
+from ckpt.reading.verify import verify_attempt
 from ckpt.run import LAYOUT_LIMIT_NBYTES, Run, StepState, Survey
 
 GRACE_S = 3600.0

@@ -20,9 +20,9 @@ import torch
 import ckpt
 from ckpt.engine.job import keeper_client
 from ckpt.engine.retention import prune
-from ckpt.engine.verify import verify_all
 from ckpt.keeper.client import settle
 from ckpt.keeper.place import process_identity
+from ckpt.reading.verify import verify_all
 from ckpt.run import Run
 from tests.ranks import PRELOAD
 

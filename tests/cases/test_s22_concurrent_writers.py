@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt
 from ckpt.engine.load import read_step
 from ckpt.engine.session import session_of
-from ckpt.engine.verify import verify_all
 from ckpt.format.commit import Attempt
+from ckpt.reading.verify import verify_all
 from ckpt.run import Run
 from ckpt.testing import store_env
 from tests.ranks import run_ranks

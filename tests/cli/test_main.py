@@ -332,7 +332,7 @@ def test_sigint_removes_what_restore_wrote(run, tmp_path):
     """A real SIGINT in the middle of a restore ends with 130 and leaves no destination."""
     code = """
 import os, signal, sys
-from ckpt.engine.tensors import StepReader
+from ckpt.reading.step import StepReader
 from ckpt.cli import main
 read = StepReader.read
 def read_and_stop(self, *args, **kwargs):

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
 from ckpt.engine.job import keeper_client
-from ckpt.engine.verify import verify_all
 from ckpt.keeper.client import KeeperClient, PendingTask
 from ckpt.keeper.place import process_identity
+from ckpt.reading.verify import verify_all
 from ckpt.testing import store_env
 from tests.keeper.conftest import TrainerError, is_alive, wait_for
 from tests.ranks import PRELOAD

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.engine.diff import TensorChange, ValueChange, diff
-from ckpt.engine.tensors import StepReader
 from ckpt.errors import DamagedError, NotFoundError
 from ckpt.format.values import OptimizerNode, RankRef
+from ckpt.reading.step import StepReader
 from ckpt.run import Run
 from ckpt.testing.handmade import HandTensor, RankOwn, filled, write_step
 

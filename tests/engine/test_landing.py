@@ -10,9 +10,9 @@ import torch
 
 import ckpt
 from ckpt.engine.landing import TensorLanding
-from ckpt.engine.reading import fetch_all
-from ckpt.engine.tensors import StepReader
 from ckpt.plan.boxes import Box, whole_box
+from ckpt.reading.parallel import fetch_all
+from ckpt.reading.step import StepReader
 from ckpt.run import Run
 from ckpt.snapshot.copy import as_integers
 from ckpt.state import dtype_of
@@ -38,7 +38,7 @@ CUTS = [
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes, so that a small tensor has many of them, cut in the middle of rows."""
-    for module in ("ckpt.format.chunk", "ckpt.engine.shards"):
+    for module in ("ckpt.format.chunk", "ckpt.reading.shards"):
         monkeypatch.setattr(f"{module}.CHUNK_NBYTES", 64)
 
 

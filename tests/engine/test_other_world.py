@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckpt.engine.load import stored_state
-from ckpt.engine.tensors import StepReader
 from ckpt.errors import DamagedError
+from ckpt.reading.step import StepReader
 from ckpt.run import Run
 from ckpt.store import open_store
 from ckpt.testing import RecordingStore

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from ckpt.engine.retention import over_since, prune
-from ckpt.engine.verify import verify
 from ckpt.errors import BadInputError, NotFoundError
 from ckpt.format.commit import COMMIT, Attempt
 from ckpt.format.layout import layout_key
 from ckpt.format.writer import encode_writer, writer_key
+from ckpt.reading.verify import verify
 from ckpt.run import Run, Survey
 from ckpt.testing.handmade import HandTensor, write_step
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckpt.engine.verify import verify, verify_all
 from ckpt.errors import BadInputError, DamagedError, NotFoundError, UnsupportedFormatError
 from ckpt.format import records
 from ckpt.format.commit import COMMIT, HF_INDEX, FileRef, LayoutRef
 from ckpt.format.layout import decode_layout, layout_key
 from ckpt.format.part import decode_part
 from ckpt.format.values import ModuleNode
+from ckpt.reading.verify import verify, verify_all
 from ckpt.run import Run
 from ckpt.testing.handmade import HandTensor, RankOwn, filled, write_step
 
@@ -190,7 +190,7 @@ def test_every_problem_is_listed(run):
 
 def test_chunks_after_a_cut_are_named(run, monkeypatch):
     """Of a file cut in the middle the chunks before the cut are fine, and each one behind it is named."""
-    for module in ("ckpt.format.chunk", "ckpt.engine.shards", "ckpt.engine.verify"):
+    for module in ("ckpt.format.chunk", "ckpt.reading.shards", "ckpt.reading.verify"):
         monkeypatch.setattr(f"{module}.CHUNK_NBYTES", 64)
     attempt = write_step(run, 1, [HandTensor("x", "uint8", (4, 64), bytes(range(256)))])
     path = path_of(run, attempt, "state-00000-of-00001.safetensors")

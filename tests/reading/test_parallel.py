@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine import reading
-from ckpt.engine.tensors import StepReader
+from ckpt.reading import parallel
+from ckpt.reading.step import StepReader
 from ckpt.run import Run
 from ckpt.store import LocalStore
 
@@ -38,9 +38,9 @@ def fetches(run: Path) -> tuple[StepReader, dict[str, bytearray], list]:
 def test_small_neighbours_are_read_with_one_read(run: Path) -> None:
     """Large chunks alone, the 200 small ones together, each in its place."""
     reader, targets, found = fetches(run)
-    groups = list(reading.together(found))
+    groups = list(parallel.together(found))
     assert sorted(len(group) for group in groups) == [1, 1, 200]
-    assert reading.fetch_all(reader, found) == sum(len(target) for target in targets.values())
+    assert parallel.fetch_all(reader, found) == sum(len(target) for target in targets.values())
     for name, target in targets.items():
         assert set(torch.frombuffer(target, dtype=torch.float32).tolist()) == {float(name[5:])}
 
@@ -49,7 +49,7 @@ def test_distant_chunks_are_not_read_together(run: Path) -> None:
     """A load of two tensors does not read what lies between."""
     _, _, found = fetches(run)
     ends = [fetch for fetch in found if fetch.chunk.entry.name in {"small000", "small199"}]
-    assert [len(group) for group in reading.together(ends)] == [1, 1]
+    assert [len(group) for group in parallel.together(ends)] == [1, 1]
 
 
 def test_damage_in_a_group_is_named(run: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt.engine.shards import FileShards
 from ckpt.format.layout import Tensor
 from ckpt.format.safetensors import StoredEntry, st_dtype
 from ckpt.plan.boxes import Box, LayoutBoxes, whole_box
+from ckpt.reading.shards import FileShards
 
 Found = tuple[str | None, str]  # tensor (or key), what is wrong
 

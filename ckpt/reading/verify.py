@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from ckpt.engine.checks import header_problems, index_problems, layout_problems
-from ckpt.engine.shards import FileShards, check_digest, chunk_text, part_files
-from ckpt.engine.tensors import StepReader
-from ckpt.engine.tree import without_torch
 from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError, StoreError, UnsupportedFormatError
 from ckpt.format import records
 from ckpt.format.chunk import CHUNK_NBYTES, RAW
@@ -22,6 +18,10 @@ from ckpt.format.values import decode, values_digest
 from ckpt.plan.boxes import LayoutBoxes
 from ckpt.plan.files import file_tables
 from ckpt.plan.load import ChunkRead, entry_reads
+from ckpt.reading.checks import header_problems, index_problems, layout_problems
+from ckpt.reading.shards import FileShards, check_digest, chunk_text, part_files
+from ckpt.reading.step import StepReader
+from ckpt.reading.tree import without_torch
 from ckpt.run import Run, StepState
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all

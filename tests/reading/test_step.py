@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.engine.tensors import StepReader
-from ckpt.engine.tree import leaves, merge_values, readable, shortened, without_torch
 from ckpt.errors import BadInputError, DamagedError, NotFoundError
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef, encode
 from ckpt.plan.boxes import Box, whole_box
+from ckpt.reading.step import StepReader
+from ckpt.reading.tree import leaves, merge_values, readable, shortened, without_torch
 from ckpt.run import Run
 from ckpt.testing.handmade import HandTensor, RankOwn, cut, filled, write_step
 
@@ -25,7 +25,7 @@ def run(tmp_path):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 64 bytes, so that a small tensor has many of them, cut in the middle of rows."""
-    for module in ("ckpt.format.chunk", "ckpt.engine.shards", "ckpt.engine.verify"):
+    for module in ("ckpt.format.chunk", "ckpt.reading.shards", "ckpt.reading.verify"):
         monkeypatch.setattr(f"{module}.CHUNK_NBYTES", 64)
 
 
@@ -165,7 +165,7 @@ def test_wrong_questions(run):
 
 def test_few_tables_stay_in_memory(run, monkeypatch):
     """The tables of ranks are forgotten when there are too many of them, and read again."""
-    monkeypatch.setattr("ckpt.engine.tensors.CACHED_SHARDS", 3)
+    monkeypatch.setattr("ckpt.reading.step.CACHED_SHARDS", 3)
     tensors = [HandTensor(f"t{i}", "uint8", (8,), bytes([i] * 8), mesh=(4,), placements=("S0",)) for i in range(2)]
     write_step(run, 1, tensors, world=4)
     reader = StepReader.open(run)

@@ -12,9 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpt.engine.fetch import Fetch, Landing, bounce
-from ckpt.engine.shards import FileShards, check_digest, chunk_text, part_files, shard_digests, wrong_digest
-from ckpt.engine.tree import merge_values, without_torch
 from ckpt.errors import BadInputError, DamagedError, NotFoundError
 from ckpt.format import records
 from ckpt.format.chunk import RAW, decode_chunk
@@ -26,6 +23,9 @@ from ckpt.format.values import decode
 from ckpt.plan.boxes import Box, LayoutBoxes, whole_box
 from ckpt.plan.files import Entry, file_tables
 from ckpt.plan.load import Placed, Shares, share
+from ckpt.reading.fetch import Fetch, Landing, bounce
+from ckpt.reading.shards import FileShards, check_digest, chunk_text, part_files, shard_digests, wrong_digest
+from ckpt.reading.tree import merge_values, without_torch
 from ckpt.run import Run, StepState
 from ckpt.store.base import Seen, Source
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-from ckpt.engine.fetch import Fetch
-from ckpt.engine.tensors import StepReader
 from ckpt.format.chunk import RAW
+from ckpt.reading.fetch import Fetch
+from ckpt.reading.step import StepReader
 from ckpt.store.base import Source
 
 # Two wait for the storage, so that it never waits, while the third digests and copies. A cold load of 1.5 GB by two

@@ -1,0 +1,1 @@
+"""From a committed step back to its bytes, every one verified; needs no torch."""
