@@ -94,7 +94,7 @@ class Checkpointer:
     Entering restores the newest step that verifies (all but the random states, which ``steps()``
     restores when the first step begins). Leaving waits until every save is committed and raises
     the error of one that failed. Random states are saved under the key ``rng``. How saves are made
-    (``encode``, ``overlap``, ``snapshots``, ``budget_bytes``, ``max_write_mbps``) is as in ``ckpt.save``.
+    (``encode``, ``overlap``, ``snapshots``, ``budget_bytes``, ``max_write_mbps``, ``parity``) is as in ``ckpt.save``.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Checkpointer:
         snapshots: int = 2,
         budget_bytes: int | None = None,
         max_write_mbps: float | None = None,
+        parity: int = 0,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
     ) -> None:
         if RNG_KEY in state and not isinstance(state[RNG_KEY], RNG):
@@ -120,6 +121,7 @@ class Checkpointer:
             snapshots=snapshots,
             budget_bytes=budget_bytes,
             max_write_mbps=max_write_mbps,
+            parity=parity,
             keep_last=kept.last,
             keep_every=kept.every,
             progress_timeout_s=progress_timeout_s,

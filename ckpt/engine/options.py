@@ -19,7 +19,8 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     ``overlap``: what the optimizer owns is copied while the next forward and backward run. ``snapshots``: 2, so that a
     save need not wait for the one before, or 1, which takes half the memory. ``budget_bytes``: the most
     that the snapshots of this node's ranks may take together. ``max_write_mbps``: 10^6 bytes a second that
-    the keeper writes at most, for all ranks of a node together.
+    the keeper writes at most, for all ranks of a node together. ``parity``: 1 writes beside the data files of each
+    node's ranks a file from which any one of them can be rebuilt.
     """
 
     encode: str = "raw"
@@ -27,6 +28,7 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: int = 2
     budget_bytes: int | None = None
     max_write_mbps: float | None = None
+    parity: int = 0
     keep_last: int | None = None
     keep_every: int | None = None
     progress_timeout_s: float = PROGRESS_TIMEOUT_S
@@ -37,6 +39,8 @@ class SaveOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise BadInputError(f"encode={self.encode!r}: expected one of {', '.join(ENCODINGS)}")
         if self.snapshots not in {1, 2} or type(self.snapshots) is not int:
             raise BadInputError(f"snapshots={self.snapshots!r}: expected 2, or 1 to take half the memory")
+        if self.parity not in {0, 1} or type(self.parity) is not int:
+            raise BadInputError(f"parity={self.parity!r}: expected 0, or 1 for one parity file per node")
         if self.budget_bytes is not None:
             whole_number(self.budget_bytes, "budget_bytes", least=1)
         for name in ("max_write_mbps", "progress_timeout_s"):

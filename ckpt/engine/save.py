@@ -22,6 +22,7 @@ def save(
     snapshots: int = 2,
     budget_bytes: int | None = None,
     max_write_mbps: float | None = None,
+    parity: int = 0,
     progress_timeout_s: float = PROGRESS_TIMEOUT_S,
 ) -> PendingSave:
     """Save ``state`` as step ``step`` of ``run``; every rank of the process group calls it.
@@ -38,6 +39,8 @@ def save(
     ``encode="zstd"`` compresses each chunk that gets smaller (for slow stores). The snapshots take memory of
     ``snapshots`` (2, or 1: each save then waits until the one before is durable) times what a rank writes, and of at
     most ``budget_bytes`` on a node. ``max_write_mbps`` is the most that a node writes, in 10^6 bytes a second.
+    ``parity=1`` writes one more file per node, as long as the longest data file of its ranks, from which any one of
+    these that is lost or damaged is rebuilt, on load and by ``ckpt repair``.
 
     Raises UnsupportedValueError or BadInputError, naming the tensor or value, before a byte is
     written; KeeperError when there is too little memory; FencedError when a newer writer holds the run; the
@@ -49,6 +52,7 @@ def save(
         snapshots=snapshots,
         budget_bytes=budget_bytes,
         max_write_mbps=max_write_mbps,
+        parity=parity,
         progress_timeout_s=progress_timeout_s,
     )
     pending = session_of(run).save(step, state, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -78,6 +79,8 @@ class Session:
         self._saves = 0
         self._inspector = Inspector(ranks.rank)
         self._planned: Planned | None = None
+        self._parity_ranks: tuple[int, ...] = ()  # of this node; asked for by the first save with parity
+        self._parity_groups: tuple[int, ...] = ()  # the lowest rank of every node
         self._laid: Laid | None = None
 
     # -- opening ---------------------------------------------------------------------------
@@ -127,6 +130,8 @@ class Session:
         ranks = self.ranks
         prepared, client, planned = self._agree(step, state, options)
         writer = self._open(step)
+        if options.parity and not self._parity_ranks:
+            self._find_nodes(client)
         self._saves += 1
         self._last_step = step
         attempt = Attempt(step, writer.number, self._saves)
@@ -180,18 +185,23 @@ class Session:
             failure = error
         planned = self._planned
         known = seen is not None and planned is not None and unchanged(seen[0].structure, planned.structure)
-        numbers = (step, _number(digest)) if seen is not None else (0, 0)
+        numbers = (step, _number(digest), options.parity) if seen is not None else (0, 0, 0)
         (new_structure, no_writer), same = ranks.agree([not known, self.writer is None], numbers)
         if no_writer:
             self.writer = None  # a rank was fenced before others had heard of it: all open the run anew
         if new_structure or not same:
-            return self._agree_anew(step, seen, digest, failure)
+            return self._agree_anew(step, options, seen, digest, failure)
         assert seen is not None  # else the structure would be new
         assert planned is not None
         return *seen, planned
 
     def _agree_anew(
-        self, step: int, seen: tuple[Prepared, KeeperClient] | None, digest: str, failure: Exception | None
+        self,
+        step: int,
+        options: SaveOptions,
+        seen: tuple[Prepared, KeeperClient] | None,
+        digest: str,
+        failure: Exception | None,
     ) -> tuple[Prepared, KeeperClient, Planned]:
         """Every rank says what it has, so that each raises what is wrong, or all plan."""
         ranks = self.ranks
@@ -200,18 +210,20 @@ class Session:
         for pending in self.pending:  # a lost save fails one later save, whenever each rank hears of it
             pending.told = pending.told or pending.attempt in told
 
-        def look() -> tuple[tuple[Prepared, KeeperClient], tuple[int, str, str]]:
+        def look() -> tuple[tuple[Prepared, KeeperClient], tuple[int, str, str, int]]:
             if failure is not None:
                 raise failure
             assert seen is not None
-            return seen, (step, seen[0].structure.digest(), digest)
+            return seen, (step, seen[0].structure.digest(), digest, options.parity)
 
         (prepared, client), looks = ranks.exchange(look)
-        if any(found != step for found, _, _ in looks):
-            raise BadInputError(f"the ranks save different steps: {[found for found, _, _ in looks]}")
-        if len({digest for _, _, digest in looks}) > 1:
+        if any(look[0] != step for look in looks):
+            raise BadInputError(f"the ranks save different steps: {[look[0] for look in looks]}")
+        if any(look[3] != options.parity for look in looks):
+            raise BadInputError(f"the ranks ask for different parity: {[look[3] for look in looks]}; give all the same")
+        if len({look[2] for look in looks}) > 1:
             compare_values(ranks, prepared.values.digests)
-        return prepared, client, self._plan(prepared, [digest for _, digest, _ in looks])
+        return prepared, client, self._plan(prepared, [look[1] for look in looks])
 
     def _look(self, state: Mapping[str, Any], options: SaveOptions) -> tuple[Prepared, KeeperClient]:
         prepared = prepare(state, self._inspector, self.ranks.world)
@@ -268,7 +280,16 @@ class Session:
             keep_every=options.keep_every,
             progress_timeout_s=options.progress_timeout_s,
             max_write_mbps=options.max_write_mbps,
+            parity_ranks=self._parity_ranks if options.parity else (),
+            parity_groups=self._parity_groups if options.parity and first else (),
         )
+
+    def _find_nodes(self, client: KeeperClient) -> None:
+        """Which ranks share a keeper, and so a parity file. Collective, once."""
+        nodes = self.ranks.gather((socket.gethostname(), client.keeper_pid))
+        lowest = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+        self._parity_groups = tuple(sorted(lowest.values()))
+        self._parity_ranks = tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.ranks.rank])
 
     def _fill(
         self,

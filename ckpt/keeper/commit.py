@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import ckpt
 from ckpt.errors import AlreadyExistsError, CkptError, DamagedError, SaveFailedError
 from ckpt.format import records
 from ckpt.format.commit import HF_INDEX, Attempt, Commit, FileRef, LayoutRef
 from ckpt.format.part import decode_part
+from ckpt.keeper.parity import read_parity
 from ckpt.keeper.persist import attempt_of
 from ckpt.keeper.protocol import LayoutTask, SaveTask
 from ckpt.keeper.saves import SeenPart, see
@@ -65,8 +66,12 @@ def _check_equal(key: str, first: SeenPart, other: SeenPart) -> None:
         )
 
 
-def create_commit(run: Run, task: SaveTask, parts: Sequence[SeenPart], keys: list[str]) -> None:
-    """Make the step exist; ``task`` is rank 0's. ``keys`` gets what is written beside COMMIT.
+def create_commit(
+    run: Run, task: SaveTask, parts: Sequence[SeenPart], keys: list[str], parities: Mapping[int, FileRef]
+) -> None:
+    """Make the step exist; ``task`` is rank 0's, ``parities`` are those written here by their lowest ranks.
+
+    ``keys`` gets what is written beside COMMIT.
 
     Raises what ``Run.commit`` raises.
     """
@@ -80,6 +85,7 @@ def create_commit(run: Run, task: SaveTask, parts: Sequence[SeenPart], keys: lis
             keys.pop()
             raise
         files.append(FileRef(HF_INDEX, len(task.hf_index), records.digest(task.hf_index)))
+    files += [parities.get(low) or read_parity(run, attempt, task.world, low) for low in task.parity_groups]
     commit = Commit(
         format=records.FORMAT,
         step=task.step,

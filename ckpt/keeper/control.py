@@ -101,7 +101,7 @@ class _Settling:
         parts = [save.seen[rank] for rank in range(save.world)]
         task = save.works[0].task
         commit.check_agreement(parts, task.layouts)
-        commit.create_commit(self.run, task, parts, self.written)
+        commit.create_commit(self.run, task, parts, self.written, save.parities)
         return commit.retain(self.run, save.attempt, task.keep_last, task.keep_every)
 
     def _is_committed(self) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ckpt.errors import CkptError, KeeperError
+from ckpt.format.part import DataFile
 from ckpt.keeper import control, log, persist
 from ckpt.keeper.pace import Pace, PacedSink
+from ckpt.keeper.parity import Stored, write_parity
 from ckpt.keeper.saves import DURABLE, FAILED, WRITING, Save, SaveAbandonedError, Work
 from ckpt.run import Run
 from ckpt.store.base import Sink
@@ -79,6 +81,22 @@ class Lane:
         mbps = work.task.max_write_mbps
         return sink if mbps is None else PacedSink(sink, self._pace, mbps, save.rest)
 
+    def _add_parity(self, save: Save, work: Work, files: Sequence[DataFile]) -> None:
+        ranks = work.task.parity_ranks
+        if not ranks:
+            return
+        everyone = save.join(Stored(work.task, tuple(files), work.arena.view), ranks)
+        if everyone is not None:
+            ref = write_parity(
+                self._open(),
+                save.attempt,
+                everyone,
+                work.keys,
+                report=lambda nbytes: save.wrote(work, nbytes),
+                through=lambda sink: self._paced(sink, save, work),
+            )
+            save.has_parity(min(ranks), ref)
+
     def _settle_all(self) -> None:
         while (save := self._saves.get()) is not None:
             warnings: list[str] = []
@@ -113,6 +131,7 @@ class Lane:
                 await_ready=lambda nbytes: save.await_ready(work, nbytes),
                 report=lambda nbytes: save.wrote(work, nbytes),
                 through=lambda sink: self._paced(sink, save, work),
+                together=lambda files: self._add_parity(save, work, files),
             )
             work.write_s = time.monotonic() - started
             save.saw(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ckpt.errors import AlreadyExistsError, BadInputError, CkptError, NotFoundError
 from ckpt.format import records
@@ -21,6 +21,7 @@ BLOCK_NBYTES = 8 << 20
 Await = Callable[[int], None]  # returns when so much of the arena, or of a file in it, is final; may raise to stop
 Report = Callable[[int], None]  # bytes just written; may raise to stop
 Through = Callable[[Sink], Sink]  # what all writes go through on their way to a sink
+Together = Callable[[Sequence[DataFile]], None]  # what is to be done between the data files and the part
 
 
 def check_task(task: SaveTask, arena_nbytes: int) -> None:
@@ -63,6 +64,7 @@ def persist(
     await_ready: Await,
     report: Report,
     through: Through = lambda sink: sink,
+    together: Together = lambda _: None,
 ) -> SeenPart:
     """Write a rank's files, behind the copy into the arena, and then its part; durable when it returns.
 
@@ -83,6 +85,7 @@ def persist(
         keys.append(key)
         files.append(stored)
     await_ready(arena_end(task))
+    together(files)
     part = Part(
         format=records.FORMAT,
         step=task.step,

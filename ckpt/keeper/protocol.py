@@ -87,6 +87,8 @@ class SaveTask(msgspec.Struct, frozen=True):
     keep_every: int | None = None
     progress_timeout_s: float = 600.0
     max_write_mbps: float | None = None  # 10^6 bytes a second, of all ranks of the run on this node together
+    parity_ranks: tuple[int, ...] = ()  # whose data files, this rank's among them, share a parity file; (): none
+    parity_groups: tuple[int, ...] = ()  # on rank 0 only: the lowest rank of every such set
 
 
 def brief(task: SaveTask, before: frozenset[str]) -> tuple[SaveTask, frozenset[str]]:

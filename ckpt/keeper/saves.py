@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from ckpt.errors import CkptError, RankError, error_from_kind
 from ckpt.format.commit import Attempt, FileRef
 from ckpt.format.part import Part
 from ckpt.keeper.arenas import Arena
+from ckpt.keeper.parity import Stored
 from ckpt.keeper.protocol import RankStatus, SaveStatus, SaveTask, arena_end
 
 QUEUED, WRITING, DURABLE, FAILED = "queued", "writing", "durable", "failed"
@@ -85,6 +86,8 @@ class Save:
         self.changes = 0
         self.works: dict[int, Work] = {}
         self.seen: dict[int, SeenPart] = {}
+        self.stored: dict[int, Stored] = {}  # ranks whose data files are on storage, while their parity is not
+        self.parities: dict[int, FileRef] = {}  # lowest rank -> the record of the parity written here
         self.lost: set[int] = set()  # ranks of this node whose part will never come
         self.neighbours: set[int] = set()  # ranks whose trainers are connected to this keeper
         self.failure: Failure | None = None
@@ -130,6 +133,28 @@ class Save:
             self.progress_at = time.monotonic()
             if self.failure is not None:
                 raise SaveAbandonedError
+
+    def join(self, stored: Stored, ranks: Sequence[int]) -> list[Stored] | None:
+        """A rank's data files are on storage: all that ``ranks`` have, for the last of them; the others wait for it.
+
+        Raises SaveAbandoned when the save has failed meanwhile.
+        """
+        with self.changed:
+            self.stored[stored.task.rank] = stored
+            self._progress()
+            if all(rank in self.stored for rank in ranks):
+                return [self.stored.pop(rank) for rank in ranks]
+            self.changed.wait_for(lambda: min(ranks) in self.parities or self.failure is not None)
+            if self.failure is not None:
+                self.stored.pop(stored.task.rank, None)  # and with it a view of the arena
+                raise SaveAbandonedError
+            return None
+
+    def has_parity(self, lowest: int, ref: FileRef) -> None:
+        """The parity of the ranks from ``lowest`` on is durable."""
+        with self.changed:
+            self.parities[lowest] = ref
+            self._progress()
 
     def saw(self, part: SeenPart) -> None:
         """A part is durable."""
