@@ -76,6 +76,35 @@ def plot_spread(path: Path, title: str, samples: Mapping[str, Sequence[float]], 
     plt.close(figure)
 
 
+VERDICT_COLOURS = ("#009E73", "#56B4E9", "#F0E442", "#E69F00", "#D55E00", "#CC3311", "#882255", "#999999")
+
+
+def plot_verdicts(path: Path, title: str, rows: Mapping[str, Mapping[str, str]], verdicts: Sequence[str]) -> None:
+    """A table of words, coloured by the word: one row per key of ``rows``, one column per key of its values."""
+    plt = _pyplot()
+    columns = list(next(iter(rows.values())))
+    figure, axes = plt.subplots(figsize=(1.9 * len(columns) + 2.6, 0.34 * len(rows) + 1.4), layout="constrained")
+    colours = dict(zip(verdicts, VERDICT_COLOURS, strict=True))
+    for y, (_, cells) in enumerate(rows.items()):
+        for x, column in enumerate(columns):
+            word = cells[column]
+            axes.add_patch(
+                plt.Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, color=colours[word], alpha=0.85, linewidth=0)
+            )
+            axes.text(x + 0.5, y + 0.52, word, ha="center", va="center", fontsize=8.5, color="#111111")
+    axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(rows), 0)
+    axes.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows))
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    _say(figure, title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest of ``values`` that at least ``percent`` of them do not exceed (nearest rank)."""
     ordered = sorted(values)
