@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt.engine.checkpointer import Checkpointer, every, keep
+    from ckpt.engine.checkpointer import Checkpointer, best, every, keep
     from ckpt.engine.load import LoadReport, latest, load, read, steps
     from ckpt.engine.pending import PendingSave, SaveReport
     from ckpt.engine.save import save
@@ -41,6 +41,7 @@ __all__ = [
     "Checkpointer",
     "CkptError",
     "DamagedError",
+    "FailedSave",
     "FencedError",
     "KeeperError",
     "LoadReport",
@@ -57,6 +58,7 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedValueError",
     "VerifyReport",
+    "best",
     "every",
     "keep",
     "latest",
@@ -70,6 +72,7 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "ckpt.engine.checkpointer",
+    "FailedSave": "ckpt.engine.failures",
     "LoadReport": "ckpt.engine.load",
     "PendingSave": "ckpt.engine.pending",
     "PerRank": "ckpt.state",
@@ -77,6 +80,7 @@ _HOMES = {
     "ResumableLoader": "ckpt.state",
     "SaveReport": "ckpt.engine.pending",
     "VerifyReport": "ckpt.reading.verify",
+    "best": "ckpt.engine.checkpointer",
     "every": "ckpt.engine.checkpointer",
     "keep": "ckpt.engine.checkpointer",
     "latest": "ckpt.engine.load",

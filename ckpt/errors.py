@@ -40,9 +40,15 @@ __all__ = [
 
 
 class CkptError(Exception):
-    """The root of the tree; ``exit_code`` is what ``ckpt`` and the trainer exit with."""
+    """The root of the tree; ``exit_code`` is what ``ckpt`` and the trainer exit with.
+
+    Messages quote what others wrote (names, jobs, hosts), and end up on terminals: as text they are ``printable``.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 class BadInputError(CkptError):
@@ -125,6 +131,16 @@ class Preempted(CkptError, SystemExit):  # noqa: N818 - not a fault: the run sto
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
         self.code = self.exit_code
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with escapes for what a terminal would obey or hide: control sequences, line ends, bidirectional marks.
+
+    As ``repr`` writes them, without its quotes. Characters in ``keep`` stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 _KINDS: dict[str, type[CkptError]] = {

@@ -6,37 +6,47 @@ delete order stand in one place.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 import msgspec
 
+from ckpt import holds
 from ckpt.errors import (
     AlreadyExistsError,
     BadInputError,
+    CkptError,
     DamagedError,
     FencedError,
     NotFoundError,
     SaveFailedError,
+    StoreError,
     UnsupportedFormatError,
 )
 from ckpt.format import records
 from ckpt.format.commit import COMMIT, Attempt, Commit, decode_commit, encode_commit, parse_folder
+from ckpt.format.hold import Hold
 from ckpt.format.layout import Layout, decode_layout, layout_key
+from ckpt.format.metrics import METRICS, METRICS_LIMIT_NBYTES, decode_metrics
 from ckpt.format.part import Part, decode_part
 from ckpt.format.writer import WRITERS, Writer, decode_writer, encode_writer, parse_writer_name, writer_key
 from ckpt.plan import live
 from ckpt.store import open_store
 from ckpt.store.base import Store
+from ckpt.store.oserrors import is_unreadable
 
 COMMIT_LIMIT_NBYTES = 64 << 20
 LAYOUT_LIMIT_NBYTES = 1 << 30
 WRITER_LIMIT_NBYTES = 1 << 20
+
+LIST_PAUSES_S = (0.1, 0.3, 0.6)  # before an empty listing is believed, where listings lag behind the keys
+LISTED_TIMEOUT_S = 30.0  # how long a commit waits until a listing shows it
 
 
 class StepState(msgspec.Struct, frozen=True):
@@ -61,7 +71,7 @@ class Survey(msgspec.Struct, frozen=True):
 
     @property
     def states(self) -> dict[Attempt, tuple[str, str]]:
-        """Attempt -> (state, why), as ``ckpt.plan.live.to_delete`` takes it."""
+        """Attempt -> (state, why), as ``ckpt.plan.retention.to_delete`` takes it."""
         return {step.attempt: (step.state, step.why) for step in self.steps}
 
 
@@ -72,6 +82,8 @@ class Run:
         self.store = store
         self.url = store.url
         self._layouts: dict[str, Layout] = {}
+        self._newest_writer = 0  # that this object knows of
+        self._durable: set[Attempt] = set()  # steps whose COMMIT was synced by this object
 
     @classmethod
     def open(cls, url: str | os.PathLike[str]) -> Run:
@@ -101,13 +113,22 @@ class Run:
         )
 
     def _writer_numbers(self) -> list[int]:
-        numbers = (parse_writer_name(name) for name in self.store.list(WRITERS))
-        return sorted(number for number in numbers if number is not None)
+        """Ascending. Where listings lag, what they leave out is asked of the keys: numbers have no gaps."""
+        parsed = (parse_writer_name(name) for name in self.store.list(WRITERS))
+        numbers = {number for number in parsed if number is not None}
+        if not self.store.lists_at_once:
+            newest = max(self._newest_writer, *numbers, 0)
+            while self.store.exists(writer_key(newest + 1)):
+                newest += 1
+            hidden = [number for number in range(1, newest + 1) if number not in numbers]
+            numbers.update(number for number in hidden if self.store.exists(writer_key(number)))
+            self._newest_writer = newest
+        return sorted(numbers)
 
     def writer(self, number: int) -> Writer:
         """Writer ``number``'s record."""
         key = writer_key(number)
-        writer = decode_writer(self.store.get(key, limit_nbytes=WRITER_LIMIT_NBYTES), f"{self.url}/{key}")
+        writer = decode_writer(self._get(key, WRITER_LIMIT_NBYTES), f"{self.url}/{key}")
         if writer.number != number:
             raise DamagedError(f"{self.url}/{key}: says it is writer {writer.number}, its name says {number}")
         return writer
@@ -117,14 +138,27 @@ class Run:
         return [self.writer(number) for number in self._writer_numbers()]
 
     def attempts(self) -> list[Attempt]:
-        """Every attempt's folder, committed or not, ascending."""
+        """Every attempt's folder, committed or not, ascending.
+
+        Where listings lag behind the keys, one without attempts of a run that has writers is read again.
+        """
+        found = self._listed_attempts()
+        if not found and not self.store.lists_at_once and self._writer_numbers():
+            for pause_s in LIST_PAUSES_S:
+                time.sleep(pause_s)
+                found = self._listed_attempts()
+                if found:
+                    break
+        return found
+
+    def _listed_attempts(self) -> list[Attempt]:
         return sorted(attempt for name in self.store.list() if (attempt := parse_folder(name)) is not None)
 
     def read_commit(self, attempt: Attempt) -> Commit:
         """The COMMIT of an attempt. NotFoundError without one; DamagedError, UnsupportedFormatError."""
         key = self.key(attempt, COMMIT)
         where = f"{self.url}/{key}"
-        commit = decode_commit(self.store.get(key, limit_nbytes=COMMIT_LIMIT_NBYTES), where)
+        commit = decode_commit(self._get(key, COMMIT_LIMIT_NBYTES), where)
         if (commit.step, commit.attempt) != (attempt.step, attempt.label):
             raise DamagedError(
                 f"{where}: is of step {commit.step} {commit.attempt}, its folder says {attempt.step} {attempt.label}"
@@ -193,6 +227,42 @@ class Run:
         steps = ", ".join(str(s) for s in sorted(seen)) or "none"
         raise NotFoundError(f"{self.url}: no live step {step}; live steps: {steps}{reasons}")
 
+    @contextlib.contextmanager
+    def hold(self, attempt: Attempt) -> Iterator[Commit]:
+        """Hold an attempt while the block reads it, so that nobody deletes its files; its COMMIT, read behind the hold.
+
+        NotFoundError when it was deleted just before. See ``ckpt.holds``.
+        """
+        with holds.holding(self.store, attempt):
+            yield self.read_commit(attempt)
+
+    @contextlib.contextmanager
+    def reading(self, step: int | None = None) -> Iterator[StepState]:
+        """``find`` the live step of that number, or the newest, and hold it while the block reads it."""
+        with contextlib.ExitStack() as stack:
+            while True:
+                found = self.find(step)
+                try:
+                    commit = stack.enter_context(self.hold(found.attempt))
+                except NotFoundError:  # deleted between the two looks: there is a newer one, or none of that number
+                    continue
+                break
+            yield msgspec.structs.replace(found, commit=commit)
+
+    def held(self) -> dict[Attempt, Hold]:
+        """The attempts that readers hold."""
+        return holds.look(self.store)[0]
+
+    def metrics(self, attempt: Attempt, commit: Commit) -> dict[str, float]:
+        """The numbers saved with a step; {} without any. DamagedError when they are not what COMMIT pins."""
+        for ref in commit.files:
+            if ref.name == METRICS:
+                where = f"{self.url}/{self.key(attempt, METRICS)}"
+                if ref.nbytes > METRICS_LIMIT_NBYTES:
+                    raise DamagedError(f"{where}: {ref.nbytes} bytes, at most {METRICS_LIMIT_NBYTES} expected")
+                return decode_metrics(self.pinned_file(attempt, METRICS, ref.nbytes, ref.digest), attempt, where)
+        return {}
+
     def layout(self, digest: str) -> Layout:
         """The layout of that digest, checked against it; kept in memory."""
         if digest not in self._layouts:
@@ -204,21 +274,12 @@ class Run:
         """Rank ``rank``'s part of a step, checked against COMMIT."""
         ref = commit.parts[rank]
         raw = self.pinned_file(attempt, ref.name, ref.nbytes, ref.digest)
-        part = decode_part(raw, f"{self.url}/{self.key(attempt, ref.name)}")
-        expected = (commit.step, commit.attempt, rank, commit.world)
-        if (part.step, part.attempt, part.rank, part.world) != expected:
-            raise DamagedError(f"{self.url}/{self.key(attempt, ref.name)}: is the part of another attempt or rank")
-        return part
+        return part_of(commit, rank, raw, f"{self.url}/{self.key(attempt, ref.name)}")
 
     def pinned_file(self, attempt: Attempt, name: str, nbytes: int, digest: str) -> bytes:
         """A small file of a step, whole, checked against the size and digest that COMMIT pins."""
         raw = self._pinned(self.key(attempt, name), nbytes)
-        found = records.digest(raw)
-        if len(raw) != nbytes or found != digest:
-            raise DamagedError(
-                f"{self.url}/{self.key(attempt, name)}: {len(raw)} bytes with digest {found}, "
-                f"COMMIT says {nbytes} bytes with {digest}"
-            )
+        check_pinned(raw, nbytes, digest, f"{self.url}/{self.key(attempt, name)}")
         return raw
 
     def _pinned(self, key: str, limit_nbytes: int) -> bytes:
@@ -226,14 +287,24 @@ class Run:
             size = self.store.size(key)
             if size > limit_nbytes:
                 raise DamagedError(f"{self.url}/{key}: {size} bytes, at most {limit_nbytes} expected")
-            return self.store.get(key, limit_nbytes=limit_nbytes)
+            return self._get(key, limit_nbytes)
         except NotFoundError:
             raise DamagedError(f"{self.url}/{key}: missing, though a committed step needs it") from None
+        except StoreError as error:
+            raise as_damage(error) from error.__cause__
+
+    def _get(self, key: str, limit_nbytes: int) -> bytes:
+        try:
+            return self.store.get(key, limit_nbytes=limit_nbytes)
+        except StoreError as error:
+            raise as_damage(error) from error.__cause__
 
     # -- writing ---------------------------------------------------------------------------
 
     def open_writer(self, *, job: str, world: int, resumed_from: int | None) -> Writer:
         """Create the next writer record. From then on every older writer is fenced."""
+        if resumed_from is not None:
+            self._make_step_durable(resumed_from)
         while True:
             numbers = self._writer_numbers()
             writer = Writer(
@@ -251,7 +322,27 @@ class Run:
                 self.store.create(writer_key(writer.number), encode_writer(writer))
             except AlreadyExistsError:
                 continue  # another writer took the number between the listing and the put
+            self._newest_writer = writer.number
             return writer
+
+    def _make_step_durable(self, step: int) -> None:
+        for state in self.live_steps():
+            if state.attempt.step < step:
+                break
+            if state.commit is not None and state.attempt.step == step:
+                self.make_durable([state.attempt])
+                break
+
+    def make_durable(self, committed: Iterable[Attempt]) -> None:
+        """See to it that steps outlast a power failure, before anything leans on them: a writer, or a deletion.
+
+        A COMMIT that is seen may not be synced yet, when whoever has created it was killed at that moment.
+        """
+        for attempt in committed:
+            if attempt not in self._durable:
+                with contextlib.suppress(NotFoundError):  # deleted meanwhile
+                    self.store.sync(self.key(attempt, COMMIT))
+                    self._durable.add(attempt)
 
     def check_not_fenced(self, number: int) -> None:
         """Raises FencedError, naming who holds the run, when a newer writer than ``number`` exists."""
@@ -259,28 +350,49 @@ class Run:
         if newest and newest[0] > number:
             raise FencedError(f"{self.url}: writer {number} has stopped, {describe_writer(self.writer(newest[0]))}")
 
-    def commit(self, attempt: Attempt, commit: Commit, layouts: Sequence[tuple[str, bytes]] = ()) -> None:
+    def commit(
+        self,
+        attempt: Attempt,
+        commit: Commit,
+        layouts: Sequence[tuple[str, bytes]] = (),
+        go_on: Callable[[], None] = lambda: None,
+    ) -> None:
         """Make the attempt a step; ``layouts`` are (digest, bytes). All else it pins must be durable already.
 
+        ``go_on`` is called when nothing but COMMIT is missing; what it raises goes through, and there is no step.
+
         Raises FencedError when a newer writer holds the run (before: nothing was written; after:
-        the step exists but is not live), SaveFailedError when another COMMIT stands there.
+        the step exists but is not live), SaveFailedError when another COMMIT stands there. Where listings lag
+        behind the keys it returns when they show the step, or after ``LISTED_TIMEOUT_S``.
         """
         for digest, layout in layouts:
-            self._create_layout(digest, layout)
+            self.create_layout(digest, layout)
         self.check_not_fenced(attempt.writer)
         raw, key = encode_commit(commit), self.key(attempt, COMMIT)
+        go_on()
         try:
             self.store.create(key, raw)
         except AlreadyExistsError:
             # A put whose answer was lost is retried by stores: what stands there may be ours.
             if self.store.get(key, limit_nbytes=COMMIT_LIMIT_NBYTES) != raw:
                 raise SaveFailedError(f"{self.url}/{key}: exists with other content; this save is not a step") from None
+        self._durable.add(attempt)
         limit = live.cutoffs(self.writers()).get(attempt.writer)
         if limit is not None and limit.hides(attempt.step):
             by = "" if limit.by is None else describe_writer(limit.by)
             raise FencedError(f"{self.url}: step {attempt.step} was committed but is not live, {by}")
+        self.await_listed(attempt)
 
-    def _create_layout(self, digest: str, raw: bytes) -> None:
+    def await_listed(self, attempt: Attempt) -> None:
+        """Until whoever looks for the latest step finds this one: where listings lag, a commit waits for them."""
+        deadline = time.monotonic() + LISTED_TIMEOUT_S
+        while not self.store.lists_at_once and attempt.folder not in self.store.list():
+            if time.monotonic() > deadline:
+                return  # a step all the same; COMMIT says so
+            time.sleep(LIST_PAUSES_S[0])
+
+    def create_layout(self, digest: str, raw: bytes) -> None:
+        """Have the layout of that digest there; what stands in its place and is damaged is made anew."""
         try:
             self.store.create(layout_key(digest), raw)
         except AlreadyExistsError:
@@ -291,10 +403,18 @@ class Run:
                 self.store.delete(layout_key(digest))
                 self.store.create(layout_key(digest), raw)
 
-    def delete_attempt(self, attempt: Attempt) -> None:
-        """Remove an attempt, COMMIT first, so that no reader ever meets a step with files missing."""
+    def delete_attempt(self, attempt: Attempt) -> Hold | None:
+        """Remove an attempt, COMMIT first, so that no reader ever meets a step with files missing.
+
+        Whoever calls has looked for holds. The answer is None, or the hold of a reader who came meanwhile: then only
+        COMMIT is gone, he reads on, and the files are left for a later call.
+        """
+        self._durable.discard(attempt)
         self.store.delete(self.key(attempt, COMMIT))
-        self.store.delete_folder(attempt.folder)
+        hold = self.held().get(attempt)
+        if hold is None:
+            self.store.delete_folder(attempt.folder)
+        return hold
 
     def rollback(self, step: int) -> Writer:
         """One more writer record that goes on from ``step``: later steps of older writers are no longer live."""
@@ -304,6 +424,26 @@ class Run:
         except (KeyError, OSError):
             user = str(os.getuid())
         return self.open_writer(job=f"rollback by {user}", world=0, resumed_from=step)
+
+
+def part_of(commit: Commit, rank: int, raw: bytes, where: str) -> Part:
+    """The part in ``raw``. DamagedError when it is not rank ``rank``'s of that step."""
+    part = decode_part(raw, where)
+    if (part.step, part.attempt, part.rank, part.world) != (commit.step, commit.attempt, rank, commit.world):
+        raise DamagedError(f"{where}: is the part of another attempt or rank")
+    return part
+
+
+def check_pinned(raw: bytes, nbytes: int, digest: str, where: str) -> None:
+    """DamagedError, with sizes and digests, when ``raw`` is not the file that COMMIT pins."""
+    found = records.digest(raw)
+    if len(raw) != nbytes or found != digest:
+        raise DamagedError(f"{where}: {len(raw)} bytes with digest {found}, COMMIT says {nbytes} bytes with {digest}")
+
+
+def as_damage(error: StoreError) -> CkptError:
+    """DamagedError for one object that cannot be read (a bad sector, a link in its place); else the error itself."""
+    return DamagedError(str(error)) if is_unreadable(error) else error
 
 
 def describe_writer(writer: Writer) -> str:

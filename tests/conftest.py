@@ -37,6 +37,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             continue
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as ``told``: how much of what there is a battery has covered."""
+    told = [
+        str(text)
+        for report in terminalreporter.getreports("passed")
+        for name, text in report.user_properties
+        if name == "told" and report.when == "call"
+    ]
+    for text in sorted(told):
+        terminalreporter.write_line(text)
+
+
 def _left_behind() -> dict[int, str]:
     """Processes of this session but for this one: pid -> command, and the test during which it was started."""
     mark = f"{_SESSION}={os.environ[_SESSION]}".encode()

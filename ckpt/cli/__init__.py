@@ -14,14 +14,16 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ckpt.errors import BadInputError, CkptError
+from ckpt.errors import BadInputError, CkptError, printable
 
 VERBS = {
     "ls": "list the steps of a run: which are live, which are not, and why",
     "show": "show one step: who wrote it, its tensors, values and files",
     "verify": "read every byte of a step and compare it with what was saved",
+    "repair": "put damaged or missing files of a step right, from parity or copies",
     "diff": "compare two steps, tensor by tensor and value by value",
     "restore": "merge the shards of a step into whole tensors, in plain files",
+    "copy": "copy steps to another place, every byte compared on the way",
     "rollback": "make an older step the latest",
     "prune": "remove what no reader needs any more",
     "keeper": "say what this node's keeper processes are doing: `ckpt keeper status`",
@@ -29,7 +31,7 @@ VERBS = {
 
 EXIT_CODES = """\
 exit codes:
-    0  done; verify: every byte is right; diff: nothing differs
+    0  done; verify, repair: every byte is right; diff: nothing differs
     1  diff: something differs; or an error that is none of those below
     2  bad input: an argument, or a path that is no run
     3  no such run, no such step
@@ -122,5 +124,5 @@ def _tell(error: Exception) -> int:
     else:
         said = f"{type(error).__name__}: {error}"
         message, code = f"a fault of ckpt itself ({said}); CKPT_TRACEBACK=1 shows where, please report it", 1
-    sys.stderr.write(f"ckpt: {' '.join(message.split())}\n")
+    sys.stderr.write(f"ckpt: {printable(' '.join(message.split()))}\n")
     return code

@@ -2,7 +2,9 @@
 
 JSON: ``{"equal", "run", "step_a", "attempt_a", "step_b", "attempt_b", "tensors": [{"name", "change":
 "added" | "removed" | "reshaped" | "changed", "old", "new", "elements", "changed_elements",
-"max_abs_difference"}], "values": [{"path", "old", "new"}], "equal_tensors", "equal_values"}``.
+"max_abs_difference", "old_nan", "old_inf", "new_nan", "new_inf"}], "values": [{"path", "old", "new"}],
+"equal_tensors", "equal_values", "alarms": [{"change": "came" | "went", "kind", "tensor", "detail"}]}``.
+``alarms`` are what looked wrong when one step was saved, and not with the other; equal states may differ in them.
 An infinite difference is the text ``"inf"``. Exit code 1 when something differs.
 """
 
@@ -51,9 +53,15 @@ def _print(report: DiffReport) -> None:
     if report.tensors:
         rows = [[c.name, c.change, c.old or "", c.new or "", *_amount(c)] for c in report.tensors]
         columns = ["tensor", "change", "in a", "in b", "elements changed", "largest difference"]
+        if any(c.old_nan or c.old_inf or c.new_nan or c.new_inf for c in report.tensors):
+            columns += ["NaN in a", "NaN in b", "Inf in a", "Inf in b"]
+            for row, c in zip(rows, report.tensors, strict=True):
+                row += [str(count or "") for count in (c.old_nan, c.new_nan, c.old_inf, c.new_inf)]
         table(columns, rows, right=columns[4:])
     if report.values:
         table(["value", "in a", "in b"], [[v.path, v.old or "-", v.new or "-"] for v in report.values])
+    if report.alarms:
+        table(["alarm", "from a to b", "tensor", ""], [[c.kind, c.change, c.tensor, c.detail] for c in report.alarms])
     say(
         f"{counted(len(report.tensors), 'tensor')} and {counted(len(report.values), 'value')} differ; "
         f"{counted(report.equal_tensors, 'tensor')} and {counted(report.equal_values, 'value')} are equal"

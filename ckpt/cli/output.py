@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import BadInputError
+from ckpt.errors import BadInputError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPED_WIDTH = 10_000  # what is piped into grep must not be wrapped at 80 columns
+CELL_LIMIT_CHARS = 2000  # of a table: a name may be as long as its file
 
 
 def step_number(text: str) -> int:
@@ -32,7 +33,11 @@ def emit_json(document: Any) -> None:
 
 
 def say(line: str = "", style: str | None = None) -> None:
-    """Print one line of text; on a terminal it wraps at words and may be styled."""
+    """Print one line of text; on a terminal it wraps at words and may be styled.
+
+    Whatever a checkpoint's text holds, it reaches a terminal as printable characters only.
+    """
+    line = printable(line)
     if sys.stdout.isatty():
         console().print(line, style=style, markup=False, highlight=False)
     else:
@@ -64,7 +69,9 @@ def table(
     for name in columns:
         grid.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for i, row in enumerate(rows):
-        grid.add_row(*(Text(cell) for cell in row), style=styles[i] if i < len(styles) else None)
+        grid.add_row(
+            *(Text(printable(cell[:CELL_LIMIT_CHARS])) for cell in row), style=styles[i] if i < len(styles) else None
+        )
     # rich pads every line to the table's width; a pipe gets lines without trailing blanks.
     out = console()
     with out.capture() as captured:

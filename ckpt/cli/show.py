@@ -1,13 +1,15 @@
-"""``ckpt show RUN [--step N] [--tensors [PATTERN]] [--values [PATTERN]] [--files] [--json]``: what one step is.
+"""``ckpt show RUN [--step N] [--tensors [PATTERN]] [--values [PATTERN]] [--alarms] [--files] [--json]``: one step.
 
 Without an option all sections are shown; with some, these only. PATTERN is a shell pattern on a
 tensor's name or a value's top-level key.
 
 JSON: ``{"run", "step", "attempt", "format", "world", "features", "written_by", "created_unix_s",
+"metrics": {name: number, or "nan", "inf", "-inf"} or null when damaged,
 "writer": {...} or null, "layouts": [{"digest", "nbytes", "ranks", "tensors", "meshes": [{"shape",
 "ranks"}]}], "tensors": [{"name", "group", "dtype", "shape", "kind", "mesh", "placements", "nbytes",
 "rank": null, or the only rank that has it}], "aliases": {name: name}, "values": {key: tree},
-"rank_values": [{key: tree}], "files": [{"rank", "group", "name", "nbytes", "encoding"}]}``.
+"rank_values": [{key: tree}], "alarms": [{"kind", "tensor", "nan", "inf", "ranks": [[first, last]]}],
+"files": [{"rank", "group", "name", "nbytes", "encoding"}]}``.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ from typing import Any
 import msgspec
 
 from ckpt.cli.output import console, counted, emit_json, nbytes_text, say, step_number, table, when_text
+from ckpt.errors import CkptError, printable
+from ckpt.format.alarms import ranks_text
+from ckpt.format.metrics import json_number
 from ckpt.format.safetensors import DTYPE_NBYTES
+from ckpt.reading.alarms import step_alarms
 from ckpt.reading.step import StepReader
 from ckpt.reading.tree import readable, shortened
 from ckpt.run import Run
 
 _LIST_PREVIEW = 8
 _RANKS_SHOWN = 8
+_METRICS_SHOWN = 8
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step_number, metavar="N", help="the step to show (default: the latest)")
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help="only tensors (of such a name)")
     parser.add_argument("--values", nargs="?", const="*", metavar="PATTERN", help="only values (under such a key)")
+    parser.add_argument("--alarms", action="store_true", help="only what looked wrong when the step was saved")
     parser.add_argument("--files", action="store_true", help="only the files of each rank")
 
 
@@ -44,12 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the step."""
     reader = StepReader.open(Run.open(arguments.run), arguments.step)
     document = _facts(reader)
-    chosen = arguments.tensors is not None or arguments.values is not None or arguments.files
+    chosen = arguments.tensors is not None or arguments.values is not None
+    chosen = chosen or arguments.alarms or arguments.files
     if arguments.tensors is not None or not chosen:
         document["tensors"] = [row for row in _tensors(reader) if fnmatchcase(row["name"], arguments.tensors or "*")]
         document["aliases"] = reader.aliases()
     if arguments.values is not None or not chosen:
         document.update(_values(reader, arguments.values or "*"))
+    if arguments.alarms or not chosen:
+        document["alarms"] = _alarms(reader)
     if arguments.files or not chosen:
         document["files"] = _files(reader)
     if arguments.json:
@@ -76,9 +87,18 @@ def _facts(reader: StepReader) -> dict[str, Any]:
         "features": commit.features,
         "written_by": commit.written_by,
         "created_unix_s": commit.created_unix_s,
+        "metrics": _metrics(reader),
         "writer": msgspec.to_builtins(writers[0]) if writers else None,
         "layouts": layouts,
     }
+
+
+def _metrics(reader: StepReader) -> dict[str, float | str] | None:
+    try:
+        found = reader.run.metrics(reader.attempt, reader.commit)
+    except CkptError:  # `ckpt verify` says what is wrong with them
+        return None
+    return {name: json_number(value) for name, value in found.items()}
 
 
 def _tensors(reader: StepReader) -> list[dict[str, Any]]:
@@ -110,6 +130,13 @@ def _values(reader: StepReader, pattern: str) -> dict[str, Any]:
     }
 
 
+def _alarms(reader: StepReader) -> list[dict[str, Any]]:
+    return [
+        {"kind": alarm.kind, "tensor": alarm.tensor, "nan": alarm.nan, "inf": alarm.inf, "ranks": alarm.ranks}
+        for alarm in step_alarms(reader.run, reader.attempt, reader.commit)
+    ]
+
+
 def _files(reader: StepReader) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for rank in range(reader.commit.world):
@@ -128,14 +155,33 @@ def _print(document: dict[str, Any], *, facts: bool) -> None:
     sections: dict[str, Callable[[dict[str, Any]], None]] = {
         "tensors": _print_tensors,
         "values": _print_values,
+        "alarms": _print_alarms,
         "files": _print_files,
     }
     if facts:
         _print_facts(document)
-    for i, name in enumerate(name for name in sections if name in document):
+    shown = [name for name in sections if name in document and not (name == "alarms" and facts and not document[name])]
+    for i, name in enumerate(shown):
         if i or facts:
             say()
         sections[name](document)
+
+
+def _print_alarms(document: dict[str, Any]) -> None:
+    alarms = document["alarms"]
+    if alarms:
+        rows = [
+            [
+                a["kind"],
+                a["tensor"],
+                str(a["nan"] or ""),
+                str(a["inf"] or ""),
+                ranks_text(a["ranks"]) if a["ranks"] else "",
+            ]
+            for a in alarms
+        ]
+        table(["alarm", "tensor", "NaN", "Inf", "where"], rows, right=("NaN", "Inf"))
+    say(counted(len(alarms), "alarm"))
 
 
 def _print_files(document: dict[str, Any]) -> None:
@@ -151,6 +197,15 @@ def _print_facts(document: dict[str, Any]) -> None:
         ("step", f"{document['step']} ({document['attempt']}), {counted(document['world'], 'rank')}"),
         ("written", f"{when_text(document['created_unix_s'])} by {document['written_by']} ({document['format']})"),
     ]
+    if document["metrics"] is None:
+        lines.append(("metrics", "damaged"))
+    elif document["metrics"]:
+        shown = [
+            f"{name} {value if isinstance(value, str) else f'{value:.6g}'}"
+            for name, value in list(document["metrics"].items())[:_METRICS_SHOWN]
+        ]
+        more = len(document["metrics"]) - len(shown)
+        lines.append(("metrics", ", ".join(shown) + (f" and {more} more" if more else "")))
     if document["features"]:
         lines.append(("features", ", ".join(document["features"])))
     if writer is not None:
@@ -211,15 +266,15 @@ def _grow(tree: Any, key: str, value: Any) -> None:
     from rich.text import Text
 
     if isinstance(value, dict) and value:
-        branch = tree.add(Text(key))
+        branch = tree.add(Text(printable(key)))
         for inner, item in value.items():
             _grow(branch, inner, item)
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        branch = tree.add(Text(key))
+        branch = tree.add(Text(printable(key)))
         for index, item in enumerate(value[:_LIST_PREVIEW]):
             _grow(branch, f"[{index}]", item)
         if len(value) > _LIST_PREVIEW:
             branch.add(Text(f"... {len(value)} items"))
     else:
         is_reference = isinstance(value, str) and value.startswith("<") and value.endswith(">")
-        tree.add(Text(f"{key}: {value if is_reference else shortened(value, 100)}"))
+        tree.add(Text(printable(f"{key}: {value if is_reference else shortened(value, 100)}")))

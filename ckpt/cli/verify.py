@@ -1,7 +1,8 @@
 """``ckpt verify RUN [--step N | --all] [--json]``: read every byte and list every problem.
 
 JSON: ``{"run", "ok", "reports": [{"ok", "run", "step", "attempt", "problems": [{"file", "what",
-"tensor": name or null, "chunk": index or null}], "notes": [text], "files", "tensors", "bytes_read"}]}``.
+"tensor": name or null, "chunk": index or null, "repair": where the right bytes are, or null}], "notes": [text],
+"files", "tensors", "bytes_read"}]}``.
 Exit code 4 when there is a problem.
 """
 
@@ -51,9 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if ok else DamagedError.exit_code
 
 
+def _verdict(report: VerifyReport) -> str:
+    """How many problems there are, and how many of them can be repaired from what the step itself has."""
+    found, fixed = len(report.problems), sum(problem.repair is not None for problem in report.problems)
+    if fixed == found:
+        return f"{counted(found, 'problem')}, `ckpt repair` can put {'it' if found == 1 else 'all'} right"
+    which = f"{fixed} of which can" if fixed else "which cannot" if found == 1 else "none of which can"
+    return f"{counted(found, 'problem')}, {which} be repaired from here"
+
+
 def _print(report: VerifyReport, seconds: float) -> None:
     read = f"{counted(report.tensors, 'tensor')} in {counted(report.files, 'file')}, {nbytes_text(report.bytes_read)}"
-    verdict = "every byte is right" if report.ok else counted(len(report.problems), "problem")
+    verdict = "every byte is right" if report.ok else _verdict(report)
     say(
         f"step {report.step} ({report.attempt}): {verdict} ({read} read in {seconds:.1f} s)",
         "green" if report.ok else "bold red",

@@ -6,19 +6,23 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from ckpt.engine import budget
-from ckpt.engine.load import LoadReport, latest, load_with
+from ckpt.engine.failures import FailedSave
+from ckpt.engine.following import DRAIN_TIMEOUT_S
+from ckpt.engine.load import LoadReport, load_with
 from ckpt.engine.options import PROGRESS_TIMEOUT_S, SaveOptions, whole_number
 from ckpt.engine.pending import PendingSave, SaveReport
 from ckpt.engine.ranks import FlagInFlight
-from ckpt.engine.session import DRAIN_TIMEOUT_S, session_of
+from ckpt.engine.session import session_of
 from ckpt.errors import BadInputError, CkptError, NotFoundError, Preempted
+from ckpt.format.metrics import is_metric_name
+from ckpt.plan.retention import MAX, MIN, Best, KeepPolicy
 from ckpt.state import RNG
 
 RNG_KEY = "rng"
@@ -34,29 +38,43 @@ class Every(msgspec.Struct, frozen=True):
         return step % self.steps == 0
 
 
-class Keep(msgspec.Struct, frozen=True):
-    """Which steps stay; made by ``ckpt.keep``."""
-
-    last: int | None = None
-    every: int | None = None
-
-
 def every(*, steps: int) -> Every:
     """Save at each multiple of ``steps`` (and, whatever it is, at the last step)."""
     return Every(whole_number(steps, "every: steps", least=1))
 
 
-def keep(*, last: int | None = None, every: int | None = None) -> Keep:
-    """Keep the newest ``last`` steps and the multiples of ``every``; None, None keeps all.
+def keep(*, last: int | None = None, every: int | None = None, best: Best | None = None) -> KeepPolicy:
+    """Keep the newest ``last`` steps, the multiples of ``every``, and the best by a metric (``ckpt.best``).
 
-    Older steps are deleted after a newer one is committed, never before, and never the newest.
+    ``last=None``, as in ``keep()`` or without a policy at all, deletes nothing, ever. ``last=1`` keeps the newest step
+    alone. 0 and negative numbers mean neither "none" nor "all" here and are refused, and so are ``every`` and ``best``
+    without ``last``: they only add to what stays.
+
+    A step is deleted after a newer one is committed, never before, and only when one that stays and is newer has been
+    read back whole from storage and verified; else nothing is deleted and a warning says so. What a reader holds stays
+    until it has done. Raises BadInputError.
     """
     for name, value in (("last", last), ("every", every)):
         if value is not None:
             whole_number(value, f"keep: {name}", least=1)
-    if every is not None and last is None:
-        raise BadInputError("keep(every=…) alone would delete nothing; give last= too")
-    return Keep(last, every)
+    if best is not None and not isinstance(best, Best):
+        raise BadInputError(f"keep: best={best!r}: expected ckpt.best(…)")
+    if last is None and (every is not None or best is not None):
+        raise BadInputError("keep(every=…) and keep(best=…) alone would delete nothing; give last= too")
+    return KeepPolicy(last, every, best)
+
+
+def best(metric: str, *, count: int = 1, mode: str = "min") -> Best:
+    """For ``ckpt.keep(best=…)``: the ``count`` live steps whose ``metric`` is least, or with ``mode="max"`` greatest.
+
+    Of equally good steps the newer counts. A step that was saved without the metric, or with NaN, is never among them.
+    Raises BadInputError.
+    """
+    if not is_metric_name(metric):
+        raise BadInputError(f"best: {metric!r:.100}: expected the name of a metric")
+    if mode not in {MIN, MAX}:
+        raise BadInputError(f"best: mode={mode!r}: expected {MIN!r} or {MAX!r}")
+    return Best(metric, whole_number(count, "best: count", least=1), mode)
 
 
 class _LateRNG(RNG):
@@ -93,8 +111,12 @@ class Checkpointer:
 
     Entering restores the newest step that verifies (all but the random states, which ``steps()``
     restores when the first step begins). Leaving waits until every save is committed and raises
-    the error of one that failed. Random states are saved under the key ``rng``. How saves are made
-    (``encode``, ``overlap``, ``snapshots``, ``budget_bytes``, ``max_write_mbps``, ``parity``) is as in ``ckpt.save``.
+    the error of one that failed. With ``on_error="warn"`` a save that storage, a keeper or another rank failed does
+    not end training: it is said, and stands in ``failed_saves``. Random states are saved under the key ``rng``.
+    How saves are made (``encode``, ``overlap``, ``snapshots``, ``budget_bytes``, ``max_write_mbps``, ``parity``,
+    ``alarms``) is as in ``ckpt.save``, ``tiers`` (where a damaged step's bytes may also be) as in ``ckpt.load``.
+    ``metrics`` is a dict for the loop to fill, ``c.metrics["val_loss"] = loss``: rank 0's numbers are saved with the
+    next step, for ``ckpt ls`` and ``ckpt.keep(best=…)``, and then it is emptied: each number is of one step.
     """
 
     def __init__(
@@ -103,18 +125,20 @@ class Checkpointer:
         state: MutableMapping[str, Any],
         *,
         every: Every | None = None,
-        keep: Keep | None = None,
+        keep: KeepPolicy | None = None,
         encode: str = "raw",
         overlap: bool = False,
         snapshots: int = 2,
         budget_bytes: int | None = None,
         max_write_mbps: float | None = None,
         parity: int = 0,
+        on_error: str = "raise",
+        alarms: str = "warn",
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+        tiers: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
         if RNG_KEY in state and not isinstance(state[RNG_KEY], RNG):
             raise BadInputError(f"state[{RNG_KEY!r}]: the Checkpointer keeps the random states there; rename yours")
-        kept = keep or Keep()
         self._options = SaveOptions(
             encode=encode,
             overlap=overlap,
@@ -122,15 +146,18 @@ class Checkpointer:
             budget_bytes=budget_bytes,
             max_write_mbps=max_write_mbps,
             parity=parity,
-            keep_last=kept.last,
-            keep_every=kept.every,
+            on_error=on_error,
+            alarms=alarms,
+            keep=keep,
             progress_timeout_s=progress_timeout_s,
         )
         self.run = os.fspath(run)
         self.restored_step: int | None = None  # the step that entering restored
         self.load_report: LoadReport | None = None
         self.pending: PendingSave | None = None  # the newest save
+        self.metrics: dict[str, Any] = {}  # name -> number, saved (rank 0's) with the next step, and then emptied
         self._state = state
+        self._tiers = tiers
         self._every = every
         self._rng = _LateRNG()
         self._stopping = threading.Event()
@@ -144,10 +171,17 @@ class Checkpointer:
 
     def __enter__(self) -> Self:
         self._session = session_of(self.run)
+        self._failures_before = len(self._session.saves.failures.failed)
         full = self._full_state()
         try:
             # A run that was begun with ckpt.save has no random states.
-            self.load_report = load_with(self._session, full, optional=(RNG_KEY,))
+            self.load_report = load_with(
+                self._session,
+                full,
+                optional=(RNG_KEY,),
+                tiers=self._tiers,
+                progress_timeout_s=self._options.progress_timeout_s,
+            )
         except NotFoundError:  # a new run
             budget.foretell(self._session.ranks, full, self._options)
         else:
@@ -172,9 +206,13 @@ class Checkpointer:
         finally:
             if self._handler_before is not None:
                 signal.signal(signal.SIGTERM, self._handler_before)
-        self._say_where()
+        self._session.saves.say_where(self.run)
         if kind is None and self._stopped_at is not None:
-            raise Preempted(f"stopped by SIGTERM after saving step {self._stopped_at}; start the job again to go on")
+            failed = None if self.pending is None else self.pending.error
+            text = f"after saving step {self._stopped_at}"
+            if failed is not None:
+                text = f"at step {self._stopped_at}, which was not saved: {failed}"
+            raise Preempted(f"stopped by SIGTERM {text}; start the job again to go on")
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the steps that are left: 1 … total in a new run, N + 1 … total after restoring step N.
@@ -187,6 +225,7 @@ class Checkpointer:
         for step in range(self._step + 1, total + 1):
             yield step
             self._step = step
+            self._session.saves.note_failures()
             stop = self._agree_to_stop()
             if stop or step == total or (self._every is not None and self._every.due(step)):
                 self.save(step)
@@ -206,7 +245,8 @@ class Checkpointer:
     def save(self, step: int) -> PendingSave:
         """Save now, as step ``step``; collective. ``steps()`` calls it when due."""
         self._warmed = True
-        self.pending = self._session.save(step, self._full_state(), self._options)
+        self.pending = self._session.save(step, self._full_state(), self._options, self.metrics)
+        self.metrics.clear()
         return self.pending
 
     @property
@@ -214,8 +254,14 @@ class Checkpointer:
         """What the newest save cost, once it is committed."""
         return self.pending.result() if self.pending is not None and self.pending.committed else None
 
+    @property
+    def failed_saves(self) -> list[FailedSave]:
+        """Saves of this block that have failed so far, as this rank has heard; after ``drain`` all of them."""
+        self._session.saves.note_failures()
+        return self._session.saves.failures.failed[self._failures_before :]
+
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        """Wait until every save under way is committed; raises the error of one that failed."""
+        """Wait until every save under way is committed; raises the error of one that failed, as ``on_error`` has it."""
         self._session.drain(timeout_s)
 
     # -- inside ----------------------------------------------------------------------------
@@ -250,11 +296,7 @@ class Checkpointer:
         if self._session.ranks.rank == 0:
             for skip in report.skipped:
                 print(f"ckpt: passed over step {skip.step} ({skip.attempt}): {skip.why}", file=sys.stderr)
+            for text in report.repaired:
+                print(f"ckpt: repaired while reading (`ckpt repair` mends the file): {text}", file=sys.stderr)
             without = ", which has no random states: they stay as they are" if RNG_KEY in report.missing else ""
             print(f"ckpt: restored step {report.step} ({report.attempt}) of {self.run}{without}", file=sys.stderr)
-
-    def _say_where(self) -> None:
-        if self._session.ranks.rank == 0:
-            newest = latest(self.run)
-            text = "no step is committed" if newest is None else f"the newest committed step is {newest}"
-            print(f"ckpt: {text} in {self.run}", file=sys.stderr)

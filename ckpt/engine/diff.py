@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 
+from ckpt.format.finite import count_not_finite
 from ckpt.format.layout import Tensor
 from ckpt.format.part import RankTensor
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.plan.boxes import whole_box
+from ckpt.reading.alarms import step_alarms
 from ckpt.reading.step import StepReader
 from ckpt.reading.tree import leaves
 from ckpt.run import Run
@@ -27,7 +29,8 @@ class TensorChange(msgspec.Struct, frozen=True):
     """One tensor that differs. ``old`` and ``new`` are its dtype and shape, None where it is not.
 
     ``changed_elements`` counts elements whose bits differ; ``max_abs_difference`` is over those
-    that are numbers in both steps, and None for dtypes other than floating ones.
+    that are numbers in both steps, and None for dtypes other than floating ones. ``old_nan`` and so on count the
+    elements that are no finite numbers.
     """
 
     name: str
@@ -37,6 +40,19 @@ class TensorChange(msgspec.Struct, frozen=True):
     elements: int = 0
     changed_elements: int | None = None
     max_abs_difference: float | None = None
+    old_nan: int = 0
+    old_inf: int = 0
+    new_nan: int = 0
+    new_inf: int = 0
+
+
+class AlarmChange(msgspec.Struct, frozen=True):
+    """Something that looked wrong with one step when it was saved, and not with the other."""
+
+    change: str  # "came" or "went"
+    kind: str
+    tensor: str
+    detail: str  # for people: counts and ranks
 
 
 class ValueChange(msgspec.Struct, frozen=True):
@@ -59,6 +75,7 @@ class DiffReport(msgspec.Struct, frozen=True):
     values: tuple[ValueChange, ...]
     equal_tensors: int
     equal_values: int
+    alarms: tuple[AlarmChange, ...] = ()  # of how they were saved: equal states may differ in them
 
     @property
     def equal(self) -> bool:
@@ -72,7 +89,11 @@ def diff(run: str | os.PathLike[str] | Run, step_a: int, step_b: int, progress: 
     Raises NotFoundError for a step that is not there, DamagedError for a bad chunk.
     """
     opened = run if isinstance(run, Run) else Run.open(run)
-    a, b = StepReader.open(opened, step_a), StepReader.open(opened, step_b)
+    with opened.reading(step_a) as a, opened.reading(step_b) as b:
+        return _diff(StepReader.of(opened, a), StepReader.of(opened, b), progress)
+
+
+def _diff(a: StepReader, b: StepReader, progress: Progress | None) -> DiffReport:
     pairs, changes = _matched(_all_tensors(a), _all_tensors(b))
     unequal = [pair for pair in pairs if not _same_digests(a, b, *pair)]
     total = 2 * sum(_nbytes(tensor) for _, _, tensor in unequal)
@@ -90,7 +111,7 @@ def diff(run: str | os.PathLike[str] | Run, step_a: int, step_b: int, progress: 
             changes.append(change)
     values, equal_values = _value_changes(a, b)
     return DiffReport(
-        run=opened.url,
+        run=a.run.url,
         step_a=a.attempt.step,
         attempt_a=a.attempt.label,
         step_b=b.attempt.step,
@@ -99,6 +120,7 @@ def diff(run: str | os.PathLike[str] | Run, step_a: int, step_b: int, progress: 
         values=tuple(values),
         equal_tensors=len(pairs) - sum(change.change == "changed" for change in changes),
         equal_values=equal_values,
+        alarms=tuple(_alarm_changes(a, b)),
     )
 
 
@@ -184,7 +206,10 @@ def _compare(
             largest = difference if largest is None else max(largest, difference)
     if not changed:
         return None
-    return TensorChange(_label(rank, name), "changed", _form(tensor), _form(tensor), len(old), changed, largest)
+    counts = [number for buffer in buffers for number in count_not_finite(buffer, tensor.dtype)]
+    return TensorChange(
+        _label(rank, name), "changed", _form(tensor), _form(tensor), len(old), changed, largest, *counts
+    )
 
 
 def _max_abs(np: Any, old: Any, new: Any, dtype: str) -> float | None:
@@ -200,6 +225,20 @@ def _max_abs(np: Any, old: Any, new: Any, dtype: str) -> float | None:
         distance = np.abs(old.astype(wide) - new.astype(wide))
     distance = distance[~np.isnan(distance)]
     return float(distance.max()) if distance.size else None
+
+
+def _alarm_changes(a: StepReader, b: StepReader) -> Iterator[AlarmChange]:
+    old, new = (
+        {
+            (alarm.kind, alarm.tensor): alarm.detail().strip(" ()")
+            for alarm in step_alarms(reader.run, reader.attempt, reader.commit)
+        }
+        for reader in (a, b)
+    )
+    for key in sorted({*old, *new}):
+        if key not in old or key not in new:
+            change, found = ("went", old) if key in old else ("came", new)
+            yield AlarmChange(change, *key, found[key])
 
 
 def _value_changes(a: StepReader, b: StepReader) -> tuple[list[ValueChange], int]:

@@ -19,6 +19,7 @@ import msgspec
 from ckpt.errors import BadInputError
 from ckpt.format.records import FORMAT
 from ckpt.format.safetensors import DTYPE_NBYTES, HeaderEntry, build_header, st_dtype
+from ckpt.keeper.memory import check_room
 from ckpt.plan.boxes import whole_box
 from ckpt.plan.files import GROUPS, file_key
 from ckpt.reading.step import Advance, StepReader
@@ -78,8 +79,8 @@ def restore(
     if file_format not in FORMATS:
         raise BadInputError(f"format {file_format!r}: expected one of {', '.join(FORMATS)}")
     source = run if isinstance(run, Run) else Run.open(run)
-    reader = StepReader.open(source, step)
-    with Destination(dest, source) as target:
+    with source.reading(step) as found, Destination(dest, source) as target:
+        reader = StepReader.of(source, found)
         groups = whole_tensors(reader)
         total = sum(tensor.nbytes for group in groups.values() for tensor in group)
         done = 0
@@ -145,8 +146,10 @@ def write_group(
     for tensor in tensors:
         offsets.append(offset)
         offset += tensor.nbytes
+    largest = max((tensor.nbytes for tensor in tensors), default=0)
+    check_room(largest, f"{reader.run.url}: the largest tensor of step {reader.attempt.step}")
     # An anonymous mapping is page-aligned: large tensors then go straight to the device.
-    buffer = memoryview(mmap.mmap(-1, max([1, *(tensor.nbytes for tensor in tensors)])))
+    buffer = memoryview(mmap.mmap(-1, max(1, largest)))
     with target.store.open_sink(name, offset) as sink:
         sink.write(header)
         for tensor in tensors:

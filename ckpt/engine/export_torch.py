@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from ckpt.engine.export import Destination, WholeTensor, write_group
-from ckpt.errors import CkptError, StoreError
+from ckpt.errors import CkptError, DamagedError, StoreError
 from ckpt.format.names import split_name
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef
 from ckpt.reading.step import Advance, StepReader
 from ckpt.store.oserrors import store_error
 
 RELEASE_NBYTES = 64 << 20  # mapped pages are let go each time that this much was written
+LISTED_RANGE = 1 << 20  # a range of more items comes as (start, stop, step): it may be of any length
 
 TensorOf = Callable[[str], torch.Tensor]
 
@@ -76,18 +77,21 @@ class _Builder:
         return {key: self._shared(value, own) for key, value in self._reader.values().items()}
 
     def _shared(self, value: Any, own: list[dict[str, Any]]) -> Any:
-        def tensor_of(name: str) -> torch.Tensor:
-            return self._tensors[None, self._aliases.get(name, name)]
-
         def of_ranks(key: str) -> list[Any]:
-            return [self._own(rank, values[key]) for rank, values in enumerate(own)]
+            return [self._own(rank, values[key]) for rank, values in enumerate(own) if key in values]
 
-        return self._convert(value, tensor_of, of_ranks)
+        return self._convert(value, self._of_all, of_ranks)
+
+    def _of_all(self, name: str) -> torch.Tensor:
+        found = self._tensors.get((None, self._aliases.get(name, name)))
+        if found is None:
+            raise DamagedError(f"a value stands for the tensor {name[:200]!r}, which the step does not have")
+        return found
 
     def _own(self, rank: int, value: Any) -> Any:
         def tensor_of(name: str) -> torch.Tensor:
             mine = self._tensors.get((rank, name))
-            return self._tensors[None, self._aliases.get(name, name)] if mine is None else mine
+            return self._of_all(name) if mine is None else mine
 
         return self._convert(value, tensor_of, lambda key: f"<rank value {key}>")
 
@@ -118,11 +122,13 @@ class _Builder:
             return value
         if isinstance(value, tuple):
             return tuple(again(inner) for inner in value)
-        if isinstance(value, (list, collections.deque, range)):
+        if isinstance(value, range) and not value[LISTED_RANGE:]:
+            return list(value)
+        if isinstance(value, (list, collections.deque)):
             return [again(inner) for inner in value]
         if isinstance(value, (set, frozenset)):
-            return {again(inner) for inner in value}
-        if isinstance(value, slice):
+            return {again(tuple(inner) if isinstance(inner, frozenset) else inner) for inner in value}
+        if isinstance(value, (slice, range)):
             return (value.start, value.stop, value.step)
         if isinstance(value, dt.date):  # and datetime
             return value.isoformat()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import sys
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
+from ckpt.engine.bounded import BoundedStore
 from ckpt.engine.landing import TensorLanding
+from ckpt.engine.options import PROGRESS_TIMEOUT_S, positive
 from ckpt.engine.ranks import Ranks
 from ckpt.engine.session import Session, session_of
 from ckpt.errors import (
@@ -24,15 +29,20 @@ from ckpt.errors import (
     error_from_kind,
 )
 from ckpt.format.commit import Attempt, Commit
+from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.keeper.client import settle
+from ckpt.keeper.memory import check_room
 from ckpt.reading.fetch import Fetch
 from ckpt.reading.parallel import fetch_all
+from ckpt.reading.sources import repaired_texts
 from ckpt.reading.step import StepReader
+from ckpt.reading.tiers import Url, tiered
 from ckpt.run import Run, StepState
 from ckpt.snapshot.copy import as_integers
 from ckpt.state import LoadTarget, Read, StoredState, StoredTensor, dtype_of, read_tree, wanted
 
 SETTLE_TIMEOUT_S = 60.0
+SPOILED = ", and must not be used"
 # Ranks of a node from which on a tensor that all of them need is read through the page cache, so that the device reads
 # it once. Two are quicker past it: 0.34 against 0.51 s for the same 0.75 GB each.
 SHARED_FROM = 3
@@ -60,6 +70,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...]  # top-level entries of the step that the state does not ask for
     skipped: tuple[Skipped, ...]
     bytes_read: int
+    # What was damaged or missing and came from elsewhere, on any rank: file, tensor, chunk, and from where. The files
+    # themselves are as they were: `ckpt repair` puts them right.
+    repaired: tuple[str, ...] = ()
 
 
 class _BadStepError(Exception):
@@ -77,6 +90,8 @@ def load(
     step: int | str = "latest",
     strict: bool = True,
     cast: bool = False,
+    tiers: Sequence[Url] = (),
+    progress_timeout_s: float = PROGRESS_TIMEOUT_S,
 ) -> LoadReport:
     """Fill ``state`` in place from a step; every rank of the process group calls it.
 
@@ -86,15 +101,30 @@ def load(
 
     ``strict`` raises one MismatchError that lists every missing, unexpected and mismatched tensor,
     and leaves the state untouched; ``strict=False`` loads the rest. ``cast=True`` converts dtypes.
-    ``step="latest"`` falls back to the newest older step that verifies and says why in
+    What is damaged or missing is rebuilt from parity, where the step has it, or read from the first of ``tiers`` (other
+    roots that hold copies of the run's steps) that has it right, and told in ``LoadReport.repaired``. When nothing has
+    it, ``step="latest"`` falls back to the newest older step that verifies and says why in
     ``LoadReport.skipped``; a step asked for by number never does.
+
+    Storage that gives nothing for ``progress_timeout_s`` is given up: StoreError, on the other ranks RankError.
+    A rank that is dead or stopped gives RankError on the others, naming it; the process group then still works.
 
     Raises NotFoundError, MismatchError, DamagedError (the message says so when part of the state
     was filled already), UnsupportedFormatError.
     """
     if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
         raise BadInputError(f"step={step!r}: expected a step number or 'latest'")
-    return load_with(session_of(run), state, step=None if step == "latest" else int(step), strict=strict, cast=cast)
+    number = None if step == "latest" else int(step)
+    positive(progress_timeout_s, "progress_timeout_s")
+    return load_with(
+        session_of(run),
+        state,
+        step=number,
+        strict=strict,
+        cast=cast,
+        tiers=tiers,
+        progress_timeout_s=progress_timeout_s,
+    )
 
 
 def load_with(
@@ -105,21 +135,38 @@ def load_with(
     strict: bool = True,
     cast: bool = False,
     optional: Collection[str] = (),
+    tiers: Sequence[Url] = (),
+    progress_timeout_s: float = PROGRESS_TIMEOUT_S,
 ) -> LoadReport:
     """``load`` by a session (None: the latest); top-level entries in ``optional`` may be missing from the step."""
+    session.begin("the load" if step is None else f"the load of step {step}", progress_timeout_s)
+    run = tiered(session.run, tiers, lambda store: BoundedStore(store, progress_timeout_s, session.ranks.sign))
     _wait_for_saves(session)
     skipped: list[Skipped] = []
     spoiled = False
     while True:
         try:
-            skipped[:], found = session.ranks.from_first(lambda: _choose(session.run, step, skipped))
-            report = _load_step(session, state, found, tuple(skipped), strict=strict, cast=cast, optional=optional)
+            with contextlib.ExitStack() as holding:  # rank 0's, for all of them
+                choose = functools.partial(_choose, run, step, skipped, holding)
+                skipped[:], found = session.ranks.from_first(choose)
+                report = _load_step(
+                    session.ranks,
+                    run,
+                    state,
+                    found,
+                    tuple(skipped),
+                    strict=strict,
+                    cast=cast,
+                    optional=optional,
+                    progress_timeout_s=progress_timeout_s,
+                )
         except _BadStepError as error:
             spoiled = spoiled or error.spoiled
+            worse = session.ranks.from_first(functools.partial(_as_told, run, found.attempt, str(error)))
             if step is None:
-                skipped.append(Skipped(found.attempt.step, found.attempt.label, str(error)))
+                skipped.append(Skipped(found.attempt.step, found.attempt.label, str(worse)))
                 continue
-            raise _told_spoiled(DamagedError(str(error)), spoiled) from None
+            raise _told_spoiled(worse, spoiled) from None
         except CkptError as error:
             raise _told_spoiled(error, spoiled) from None
         session.loaded(found.attempt.step)
@@ -129,13 +176,17 @@ def load_with(
 def _told_spoiled(error: CkptError, spoiled: bool) -> CkptError:
     if not spoiled:
         return error
-    text = f"{error}; part of the state was filled before the damage was met, and must not be used"
-    return error_from_kind(type(error).__name__, text)
+    if SPOILED in str(error):
+        return error
+    met = "the damage was met" if isinstance(error, DamagedError) else "that"
+    told = error_from_kind(type(error).__name__, f"{error}; part of the state was filled before {met}{SPOILED}")
+    told.exit_code = error.exit_code
+    return told
 
 
 def _wait_for_saves(session: Session) -> None:
     """A save of ours that is under way may become the latest step; so may one that a dead job staged."""
-    for pending in session.pending:
+    for pending in session.saves.pending:
         if pending.done:
             continue
         try:
@@ -145,7 +196,31 @@ def _wait_for_saves(session: Session) -> None:
     session.ranks.all_or_none(lambda: settle(session.run.url, SETTLE_TIMEOUT_S))
 
 
-def _choose(run: Run, step: int | None, skipped: Sequence[Skipped]) -> tuple[list[Skipped], StepState]:
+def _as_told(run: Run, attempt: Attempt, damage: str) -> CkptError:
+    """The error for a step that could not be read to its end: damage, unless someone has deleted it meanwhile."""
+    try:
+        run.read_commit(attempt)
+    except NotFoundError:
+        return NotFoundError(f"{run.url}: step {attempt.step} ({attempt.label}) was deleted meanwhile: {damage}")
+    except CkptError:
+        pass  # the first damage says more
+    return DamagedError(damage)
+
+
+def _choose(
+    run: Run, step: int | None, skipped: Sequence[Skipped], holding: contextlib.ExitStack
+) -> tuple[list[Skipped], StepState]:
+    """(what was passed over, the step to load), which is held until ``holding`` is closed."""
+    while True:
+        passed, found = _candidate(run, step, skipped)
+        try:
+            commit = holding.enter_context(run.hold(found.attempt))
+        except NotFoundError:  # deleted since: there is a newer one, or none of that number
+            continue
+        return passed, msgspec.structs.replace(found, commit=commit)
+
+
+def _candidate(run: Run, step: int | None, skipped: Sequence[Skipped]) -> tuple[list[Skipped], StepState]:
     if step is not None:
         return list(skipped), run.find(step)
     run.require()
@@ -167,7 +242,8 @@ def _choose(run: Run, step: int | None, skipped: Sequence[Skipped]) -> tuple[lis
 
 
 def _load_step(
-    session: Session,
+    ranks: Ranks,
+    run: Run,
     state: Mapping[str, Any],
     found: StepState,
     skipped: tuple[Skipped, ...],
@@ -175,10 +251,10 @@ def _load_step(
     strict: bool,
     cast: bool,
     optional: Collection[str],
+    progress_timeout_s: float,
 ) -> LoadReport:
-    ranks = session.ranks
     assert found.commit is not None
-    reader = StepReader(session.run, found.attempt, found.commit)
+    reader = StepReader(run, found.attempt, found.commit)
 
     def look() -> tuple[LoadTarget, tuple[list[str], bool]]:
         stored = stored_state(reader, ranks.rank, ranks.world)
@@ -186,8 +262,15 @@ def _load_step(
         fits = not target.mismatched and all(name in optional for name in target.missing)
         return target, (target.unexpected, fits)
 
-    def fill() -> tuple[int, None]:
-        return fill_tensors(reader, target.reads, neighbours=_neighbours(ranks)), None
+    def fill() -> tuple[int, list[str]]:
+        nbytes = fill_tensors(
+            reader,
+            target.reads,
+            neighbours=_neighbours(ranks),
+            progress_timeout_s=progress_timeout_s,
+            sign=ranks.sign,
+        )
+        return nbytes, repaired_texts(reader.repaired())
 
     # No rank's state is touched before all ranks know that what they will read fits.
     target, everyone = _of_all(ranks, look, filling=False)
@@ -197,7 +280,10 @@ def _load_step(
     target.unexpected = [name for name in target.unexpected if name in common]
     if strict and (common or not all(fits for _, fits in everyone)):  # the same on all ranks
         ranks.all_or_none(target.refuse_misfits)
-    nbytes, _ = _of_all(ranks, fill, filling=True)
+    try:
+        nbytes, repaired = _of_all(ranks, fill, filling=True)
+    except CkptError as error:
+        raise _told_spoiled(error, spoiled=True) from error
     ranks.all_or_none(target.apply)
     return LoadReport(
         step=found.attempt.step,
@@ -208,6 +294,7 @@ def _load_step(
         ignored=tuple(target.ignored),
         skipped=skipped,
         bytes_read=nbytes,
+        repaired=tuple(dict.fromkeys(text for texts in repaired for text in texts)),
     )
 
 
@@ -268,12 +355,20 @@ def _own_tensors(reader: StepReader, rank: int) -> dict[str, StoredTensor]:
     return {t.name: StoredTensor(t.dtype, t.shape, t.kind) for t in reader.rank_tensors(rank)}
 
 
-def fill_tensors(reader: StepReader, reads: Iterable[Read], *, neighbours: int = 1) -> int:
+def fill_tensors(
+    reader: StepReader,
+    reads: Iterable[Read],
+    *,
+    neighbours: int = 1,
+    progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+    sign: Callable[[], object] = lambda: None,
+) -> int:
     """Carry out all reads; the bytes of tensors that came. ``neighbours``: ranks that load on this node.
 
     What is contiguous in host memory is filled in place; any other target (on a device, strided, of another dtype)
     chunk by chunk, through buffers of the threads that read.
     """
+    reads = list(reads)
     fetches: list[Fetch] = []
     landings: list[TensorLanding] = []
     for read in reads:
@@ -287,7 +382,8 @@ def fill_tensors(reader: StepReader, reads: Iterable[Read], *, neighbours: int =
         else:
             landings.append(into := TensorLanding(dest, read.box, dtype))
         fetches.extend(reader.fetches(read.name, read.box, into, rank=read.rank, shared=neighbours >= SHARED_FROM))
-    nbytes = fetch_all(reader, fetches)
+    owners = [read.dest for read in reads]
+    nbytes = fetch_all(reader, fetches, progress_timeout_s=progress_timeout_s, sign=sign, owners=owners)
     for landing in landings:
         landing.wait()
     return nbytes
@@ -299,22 +395,26 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def read(run: str | os.PathLike[str], *, step: int | str = "latest") -> dict[str, Any]:
+def read(run: str | os.PathLike[str], *, step: int | str = "latest", tiers: Sequence[Url] = ()) -> dict[str, Any]:
     """The whole state of a step without a template: nested containers, whole CPU tensors, plain values.
 
     Needs no process group and is not collective. A value that was saved per rank comes as the list of
-    all ranks' values. Raises NotFoundError, DamagedError, UnsupportedFormatError.
+    all ranks' values. ``tiers`` are as in ``load``. Raises NotFoundError, DamagedError, UnsupportedFormatError.
     """
-    opened = Run.open(run)
-    found = opened.find(None if step == "latest" else int(step))
-    return read_step(opened, found.attempt, _committed(found))
+    opened = tiered(Run.open(run), tiers)
+    with opened.reading(None if step == "latest" else int(step)) as found:
+        return read_step(opened, found.attempt, _committed(found))
 
 
 def read_step(run: Run, attempt: Attempt, commit: Commit) -> dict[str, Any]:
     """``read`` of one attempt."""
     reader = StepReader(run, attempt, commit)
+    nbytes = sum(prod(tensor.shape) * DTYPE_NBYTES[tensor.dtype] for tensor in reader.tensors().values())
+    check_room(nbytes, f"{run.url}: all tensors of step {attempt.step} together")
     tree, reads = read_tree(stored_state(reader, None, 0))
     fill_tensors(reader, reads)
+    for text in repaired_texts(reader.repaired()):
+        print(f"ckpt: repaired while reading (`ckpt repair` mends the file): {text}", file=sys.stderr)
     return tree
 
 

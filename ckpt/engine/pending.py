@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import msgspec
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, RankError
+from ckpt.format.alarms import Alarm
 from ckpt.format.commit import Attempt
-from ckpt.keeper.client import PendingTask
+from ckpt.keeper.client import PendingTask, SaveResult
 from ckpt.snapshot.overlap import Overlap
 
 
@@ -19,18 +23,61 @@ class SaveReport(msgspec.Struct, frozen=True):
     stall_s: float  # how long it kept the caller: in save(), and in an optimizer's step that had to wait
     write_s: float  # from the begin of the copy until this rank's bytes were durable
     commit_s: float  # from staged to committed
+    alarms: tuple[Alarm, ...] = ()  # what looked wrong with the state, over all ranks
+    warnings: tuple[str, ...] = ()  # what went wrong without harming the step: old steps that could not be deleted
+
+
+class _Refused:
+    """In a PendingTask's place where no keeper ever had the task."""
+
+    staged = False
+    done = True
+
+    def __init__(self, error: CkptError) -> None:
+        self.error = error
+        self.at_fault = not isinstance(error, RankError)
+
+    def wait(self, _timeout_s: float | None) -> SaveResult:
+        """Raises the error."""
+        raise self.error
 
 
 class PendingSave:
-    """A save under way. It needs no further care: once staged, the keeper finishes it even if this process dies."""
+    """A save under way. It needs no further care: once staged, the keeper finishes it even if this process dies.
 
-    def __init__(self, step: int, attempt: Attempt, call_s: float, task: PendingTask, overlap: Overlap | None) -> None:
+    With ``on_error="warn"`` it may have failed already: ``error`` says why.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        attempt: Attempt | None,
+        call_s: float,
+        task: PendingTask | _Refused,
+        overlap: Overlap | None,
+        on_error: str = "raise",
+    ) -> None:
         self.step = step
-        self.attempt = attempt.label
-        self.told = False  # whether its error was raised to the caller
+        self.attempt = "" if attempt is None else attempt.label  # "w7.3"; "" when it failed before it had a number
+        self.on_error = on_error
+        self.told = False  # whether its error was raised to the caller, or was said and may be survived
+        self.noted = False  # whether its error is among those that are counted
+        self.alarms_told = False
+        self.tell_alarms: Callable[[], None] = lambda: None  # called when it is known what became of it
+        self._warned = False
         self._call_s = call_s
         self._task = task
         self._overlap = overlap
+
+    @classmethod
+    def failed(cls, step: int, attempt: Attempt | None, call_s: float, error: CkptError, on_error: str) -> PendingSave:
+        """One that failed before a keeper had it."""
+        return cls(step, attempt, call_s, _Refused(error), None, on_error)
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether it failed by this rank's own part."""
+        return self._task.at_fault
 
     @property
     def stall_s(self) -> float:
@@ -64,7 +111,29 @@ class PendingSave:
         except CkptError:
             self.told = True
             raise
-        return SaveReport(self.step, self.attempt, done.nbytes_written, self.stall_s, done.write_s, done.commit_s)
+        self.tell_alarms()
+        return SaveReport(
+            step=self.step,
+            attempt=self.attempt,
+            nbytes=done.nbytes_written,
+            stall_s=self.stall_s,
+            write_s=done.write_s,
+            commit_s=done.commit_s,
+            alarms=done.alarms,
+            warnings=done.warnings,
+        )
+
+    def tell_warnings(self) -> None:
+        """Say on standard error, once, what went wrong beside a step that is committed."""
+        if self.committed and not self._warned:
+            self._warned = True
+            for warning in self._task.wait(None).warnings:
+                print(f"ckpt: step {self.step}: {warning}", file=sys.stderr)
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """What looked wrong with the state, over all ranks; () until the step is committed."""
+        return self._task.wait(None).alarms if self.committed else ()
 
     @property
     def error(self) -> CkptError | None:

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 
 from ckpt.errors import DamagedError, UnsupportedFormatError
-from ckpt.format import records
+from ckpt.format import alarms, records
 from ckpt.format.layout import Layout, Mesh, Tensor
+from ckpt.format.nodes import text_of
 from ckpt.format.part import part_name
 
 COMMIT = "COMMIT"
 HF_INDEX = "model.safetensors.index.json"
-KNOWN_FEATURES = frozenset({"zstd"})
+KNOWN_FEATURES = frozenset({"zstd", alarms.FEATURE})
 
 RECORD_LIMIT_NBYTES = 1 << 30  # of a layout or a part
 
@@ -234,10 +235,10 @@ def _refuse_unknown_features(line: bytes, where: str) -> None:
         raise DamagedError(f"{where}: not a readable COMMIT ({error})") from None
     if head.format != records.FORMAT or not isinstance(head.features, list):
         return  # records.decode says what is wrong with it
-    unknown = sorted({str(feature)[:64] for feature in head.features} - KNOWN_FEATURES)
+    unknown = sorted({text_of(feature) for feature in head.features} - KNOWN_FEATURES)
     if unknown:
-        version = str(head.written_by)[:64] if head.written_by else "an unnamed version"
+        version = text_of(head.written_by) if head.written_by else "an unnamed version"
         raise UnsupportedFormatError(
-            f"{where}: needs the unknown feature{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
+            f"{where}: needs the unknown feature{'s' if len(unknown) > 1 else ''} {', '.join(unknown[:8])}; "
             f"it was written by {version}, read it with that version or a newer one"
         )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import msgspec
@@ -142,7 +144,9 @@ def nesting(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[t
             continue
         order = orders.setdefault(int(match[1]), [])
         split = int(match[2] or 1)
-        place = next((i for i in range(len(order) + 1) if prod(mesh_shape[m] for m in order[:i]) == split), None)
+        # The products of the first 0, 1, 2 ... sizes; each is made of the one before, for 64 dimensions are allowed.
+        products = accumulate((mesh_shape[m] for m in order), mul, initial=1)
+        place = next((i for i, product in enumerate(products) if product == split), None)
         if place is None:
             return None
         order.insert(place, mesh_dimension)
@@ -211,3 +215,7 @@ def _check_owners(tensor: Tensor, form: _Form, where: str) -> None:
     if len(owners) > form.pieces:
         found = f"{len(owners)} pieces of the shape {list(tensor.shape)}"
         raise records.damaged(_at(where, tensor), found, "at most its rows")
+    if len(owners) > form.replicas:  # so that all pieces of all shards are no more than the ranks of the mesh
+        raise records.damaged(
+            _at(where, tensor), f"{len(owners)} pieces of each shard", f"at most its {form.replicas} replicas"
+        )

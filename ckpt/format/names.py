@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from ckpt.errors import DamagedError, UnsupportedValueError
 
@@ -39,6 +39,7 @@ _CODE = re.compile(r"%(?:2E|5B|25|u(D[89A-F][0-9A-F]{2}))")
 _PLAIN_NAME = re.compile("[^.\\[%\ud800-\udfff]+(?:\\.[^.\\[%\ud800-\udfff]+)*")
 _RESERVED = "__metadata__"
 _RESERVED_ESCAPED = "%5F_metadata__"
+_STOP = re.compile("%[,)]")
 _MAX_DEPTH = 20  # of tuples in tuples
 
 
@@ -71,7 +72,7 @@ def unescape(text: str) -> Component:
     """The component that ``escape`` turned into ``text``. DamagedError for text that it never gives."""
     component, stop = _parse(text, 0, 0)
     if stop != len(text) or escape(component) != text:
-        raise DamagedError(f"name component {text!r}: not an escaped component")
+        raise DamagedError(f"name component {text[:200]!r}: not an escaped component")
     return component
 
 
@@ -125,7 +126,10 @@ def float_from_text(text: str) -> float:
     elif len(text) > 40:
         raise ValueError("too long for a float")
     else:
-        value = float.fromhex(text)
+        try:
+            value = float.fromhex(text)
+        except OverflowError:
+            raise ValueError("too large for a float") from None
     if float_text(value) != text:
         raise ValueError("not the one spelling of this float")
     return value
@@ -170,18 +174,13 @@ def _parse(text: str, start: int, depth: int) -> tuple[Component, int]:
     """
     if text.startswith("%(", start):
         return _parse_tuple(text, start + 2, depth + 1)
-    stop = len(text) if depth == 0 else min(_stops(text, start))
+    found = None if depth == 0 else _STOP.search(text, start)  # the nearer of the two, so that no text is read twice
+    stop = len(text) if found is None else found.start()
     token = text[start:stop]
     try:
         return _parse_scalar(token), stop
     except ValueError:
-        raise DamagedError(f"name component {text!r}: {token!r} is not an escaped key") from None
-
-
-def _stops(text: str, start: int) -> Iterator[int]:
-    for mark in ("%,", "%)"):
-        found = text.find(mark, start)
-        yield found if found >= 0 else len(text)
+        raise DamagedError(f"name component {text[:200]!r}: {token[:200]!r} is not an escaped key") from None
 
 
 def _parse_tuple(text: str, position: int, depth: int) -> tuple[Component, int]:
@@ -196,7 +195,7 @@ def _parse_tuple(text: str, position: int, depth: int) -> tuple[Component, int]:
         if text.startswith("%)", position):
             return tuple(items), position + 2
         if not text.startswith("%,", position):
-            raise DamagedError(f"name component {text!r}: a tuple that does not end in '%)'")
+            raise DamagedError(f"name component {text[:200]!r}: a tuple that does not end in '%)'")
         position += 2
 
 

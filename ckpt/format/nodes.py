@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 MAX_DEPTH = 200  # containers in containers
+MAX_ALIKE = 100  # keys of one dict, or items of one set, that have one hash
 SAFE_INT = 2**53  # below it, every JSON reader keeps an int exact
 NUMPY_KINDS = "biufcmM"  # of numpy.dtype.kind: scalars that are their bytes
 FACTORIES: dict[str, type] = {
@@ -20,6 +23,22 @@ def is_key(key: Any, depth: int = 0) -> bool:
     if type(key) is tuple:
         return depth < MAX_DEPTH and all(is_key(item, depth + 1) for item in key)
     return type(key) in _KEY_KINDS
+
+
+def are_crowded(keys: Collection[Any]) -> bool:
+    """Whether so many of ``keys`` have one hash that a dict of them takes time by the square of their number.
+
+    Python's hashes of numbers are no secret: all multiples of 2**61 - 1 have the same one. ``keys`` is no dict or set
+    of them, or the harm is done. TypeError for what cannot be a key.
+    """
+    if len(keys) <= MAX_ALIKE:
+        return False
+    return max(Counter(map(hash, keys)).values()) > MAX_ALIKE
+
+
+def text_of(value: Any) -> str:
+    """What should have been a short text, for messages: itself, cut, or what else it is."""
+    return value[:64] if isinstance(value, str) else short(value)
 
 
 def short(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ckpt.format import records
+from ckpt.format.alarms import Alarm, check_alarms
 from ckpt.format.chunk import CHUNK_NBYTES, ENCODINGS, RAW
 from ckpt.format.layout import GROUPS, check_typed_shape
 from ckpt.format.names import is_name
@@ -49,12 +50,13 @@ class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str = "tensor"
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One rank's contribution to one attempt.
 
     ``values`` (typed JSON, see ``ckpt.format.values``) is written by the first rank of each
     layout only; ``values_digests`` (top-level key -> digest) by every rank, so that a value
-    that differs between ranks is found at commit. ``rank_values`` are this rank's own.
+    that differs between ranks is found at commit. ``rank_values`` are this rank's own. ``alarms``, not
+    written when there are none, are what this rank found wrong with the state.
     """
 
     format: str
@@ -68,6 +70,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: dict[str, Any] | None
     values_digests: dict[str, str]
     rank_values: dict[str, Any]
+    alarms: tuple[Alarm, ...] = ()
 
 
 def part_name(rank: int, world: int) -> str:
@@ -126,6 +129,7 @@ def check_part(part: Part, where: str) -> None:
         check_typed_shape(tensor.dtype, tensor.shape, tensor.kind, at)
     for key, digest in part.values_digests.items():
         records.check_digest(digest, where, f"the value {key[:200]!r}")
+    check_alarms(part.alarms, part.world, where)
 
 
 def _check_file(file: DataFile, where: str) -> None:

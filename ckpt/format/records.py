@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 
 from ckpt.errors import BadInputError, DamagedError, UnsupportedFormatError
+from ckpt.format.nodes import text_of
 
 FORMAT = "ckpt/1"
 DIGEST_HEX_CHARS = 32  # xxh3-128
@@ -62,7 +63,7 @@ def decode(raw: bytes | memoryview, record_type: type[Record], where: str) -> Re
         raise DamagedError(f"{where}: not a readable ckpt record ({error})") from None
     if found != FORMAT:
         raise UnsupportedFormatError(
-            f"{where}: format {str(found)[:64]!r}, this reader knows {FORMAT!r}; "
+            f"{where}: format {text_of(found)!r}, this reader knows {FORMAT!r}; "
             "read it with the ckpt version that wrote it"
         )
     try:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ckpt.errors import BadInputError, DamagedError, UnsupportedValueError
+from ckpt.format.nodes import short
 
 HEADER_LIMIT_NBYTES = 100_000_000  # of the JSON; safetensors' own limit
 ALIGN_NBYTES = 4096
@@ -151,7 +152,9 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, st
     for entry in entries:
         if entry.begin != position:
             kind = "overlaps the tensor before it" if entry.begin < position else "leaves a hole before it"
-            raise DamagedError(f"{where}: tensor {entry.key!r} starts at {entry.begin}, expected {position}: it {kind}")
+            raise DamagedError(
+                f"{where}: tensor {entry.key[:200]!r} starts at {entry.begin}, expected {position}: it {kind}"
+            )
         position = entry.end
     if position != file_nbytes - size:
         raise DamagedError(f"{where}: tensors of {position} bytes in a payload of {file_nbytes - size}")
@@ -159,12 +162,12 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, st
 
 
 def _entry(key: str, node: Any, where: str) -> StoredEntry:
-    at = f"{where}: tensor {key!r}"
+    at = f"{where}: tensor {key[:200]!r}"
     if not isinstance(node, dict) or node.keys() != {"dtype", "shape", "data_offsets"}:
         raise DamagedError(f"{at}: expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = node["dtype"], node["shape"], node["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ST_NBYTES:
-        raise DamagedError(f"{at}: unknown dtype {str(dtype)[:40]!r}; expected one of {', '.join(_ST_NBYTES)}")
+        raise DamagedError(f"{at}: unknown dtype {short(dtype)}; expected one of {', '.join(_ST_NBYTES)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMS:
         raise DamagedError(f"{at}: its shape is not a list of at most {MAX_DIMS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:

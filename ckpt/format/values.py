@@ -23,6 +23,7 @@ from ckpt.format import records
 from ckpt.format.names import float_text
 from ckpt.format.nodes import (
     FACTORIES,
+    MAX_ALIKE,
     MAX_DEPTH,
     NUMPY_KINDS,
     SAFE_INT,
@@ -30,6 +31,7 @@ from ckpt.format.nodes import (
     OptimizerNode,
     RankRef,
     TensorRef,
+    are_crowded,
     is_key,
     short,
 )
@@ -103,6 +105,8 @@ class _Encoder:
     def pairs(self, mapping: dict[Any, Any], where: str) -> list[Any]:
         """[key, value, key, value, ...] in the mapping's order: JSON objects keep neither order nor key types."""
         flat: list[Any] = []
+        if are_crowded(list(mapping)):
+            raise UnsupportedValueError(f"{where}: more than {MAX_ALIKE} of its keys have one hash; use other keys")
         for key, value in mapping.items():
             inner = f"{where}[{short(key)}]"
             if not is_key(key):
@@ -157,6 +161,8 @@ def _datetime_node(_: _Encoder, value: dt.datetime, where: str) -> Any:
 
 def _set_node(tag: str) -> Callable[[_Encoder, Any, str], Any]:
     def node(encoder: _Encoder, value: Any, where: str) -> Any:
+        if are_crowded(list(value)):
+            raise UnsupportedValueError(f"{where}: more than {MAX_ALIKE} of its items have one hash; use a list")
         # Sorted by their JSON, since the order of a set differs from process to process.
         items = [encoder.node(item, f"{where}{{{short(item)}}}") for item in value]
         return {"t": tag, "v": sorted(items, key=lambda item: msgspec.json.encode(item, order="deterministic"))}

@@ -14,6 +14,7 @@ from ckpt.errors import DamagedError
 from ckpt.format.names import float_from_text
 from ckpt.format.nodes import (
     FACTORIES,
+    MAX_ALIKE,
     MAX_DEPTH,
     NUMPY_KINDS,
     SAFE_INT,
@@ -21,6 +22,7 @@ from ckpt.format.nodes import (
     OptimizerNode,
     RankRef,
     TensorRef,
+    are_crowded,
     is_key,
     short,
 )
@@ -100,11 +102,16 @@ class _Node:
         flat = _expect(self.fields[field], list)
         if len(flat) % 2:
             raise ValueError("a key without a value")
-        mapping: dict[Any, Any] = {}
+        keys = []  # all of them first: see are_crowded
         for position in range(0, len(flat), 2):
             key = _decode(flat[position], f"{self._where} key {position // 2}", self._depth)
             if not is_key(key):
                 raise ValueError(f"the key {short(key)}")
+            keys.append(key)
+        if are_crowded(keys):
+            raise ValueError(f"more than {MAX_ALIKE} keys of one hash")
+        mapping: dict[Any, Any] = {}
+        for position, key in zip(range(0, len(flat), 2), keys, strict=True):
             if key in mapping:
                 raise ValueError(f"the key {short(key)} twice")
             mapping[key] = _decode(flat[position + 1], f"{self._where}[{short(key)}]", self._depth)
@@ -143,6 +150,8 @@ def _surrogates(node: _Node) -> str:
 
 def _set(node: _Node) -> set[Any]:
     items = node.items()
+    if are_crowded(items):
+        raise ValueError(f"more than {MAX_ALIKE} items of one hash")
     found = set(items)
     if len(found) != len(items):
         raise ValueError("an item twice")
@@ -188,7 +197,9 @@ def _numpy(node: _Node) -> Any:
     dtype, data = np.dtype(text), node.data()
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for a numpy {dtype}, expected {dtype.itemsize}")
-    return np.frombuffer(data, dtype)[0]
+    value = np.frombuffer(data, dtype)[0]
+    repr(value)  # a ValueError for a moment that has no unit: whoever shows the value would meet it
+    return value
 
 
 def _numpy_str(node: _Node) -> Any:
@@ -204,23 +215,31 @@ def _numpy_bytes(node: _Node) -> Any:
 
 
 def _torch_dtype(node: _Node) -> Any:
+    name = node.raw_text()  # first: a reader without torch must not get it from a malformed node
+
     import torch
 
-    found = getattr(torch, node.raw_text(), None)
-    return _expect(found, torch.dtype)
+    # Not getattr: for some names torch imports whole rooms of its own.
+    return _expect(vars(torch).get(name), torch.dtype)
 
 
 def _torch_size(node: _Node) -> Any:
+    sizes = node.ints()
+    if not all(-(2**63) <= size < 2**63 for size in sizes):
+        raise ValueError("a size beyond 64 bits")
+
     import torch
 
-    return torch.Size(node.ints())
+    return torch.Size(sizes)
 
 
 def _torch_device(node: _Node) -> Any:
+    name = node.raw_text()
+
     import torch
 
     try:
-        return torch.device(node.raw_text())
+        return torch.device(name)
     except RuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from None
 

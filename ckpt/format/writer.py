@@ -6,11 +6,13 @@ import re
 
 import msgspec
 
+from ckpt.errors import DamagedError
 from ckpt.format import records
 
 WRITERS = "writers"
 
 _NAME = re.compile(r"([0-9]{6,18})\.json")
+_DIGEST = re.compile(rb',"digest":"([^"]*)"}\Z')  # the last field: of the bytes without it
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,13 +41,22 @@ def parse_writer_name(name: str) -> int | None:
 
 
 def encode_writer(writer: Writer) -> bytes:
-    """A writer record's bytes. BadInputError for one that no reader would take."""
-    return records.encode_checked(writer, check_writer)
+    """A writer record's bytes, its digest last. BadInputError for one that no reader would take."""
+    raw = records.encode_checked(writer, check_writer)
+    return raw[:-1] + f',"digest":"{records.digest(raw)}"}}'.encode()
 
 
 def decode_writer(raw: bytes, where: str) -> Writer:
-    """The writer record in ``raw``; ``where`` is its key."""
+    """The writer record in ``raw``; ``where`` is its key. Nothing pins it but itself: its last field is its digest.
+
+    A record without that field is taken as it is: the first versions wrote none.
+    """
+    match = _DIGEST.search(raw)
+    if match is not None:
+        raw = raw[: match.start()] + b"}"
     writer = records.decode(raw, Writer, where)
+    if match is not None and records.digest(raw) != match[1].decode(errors="replace"):
+        raise DamagedError(f"{where}: altered: its last field is not the digest {records.digest(raw)} of the others")
     check_writer(writer, where)
     return writer
 

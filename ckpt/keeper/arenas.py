@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from ckpt.errors import BadInputError, CkptError, KeeperError, SaveFailedError
+from ckpt.format.records import MAX_INT
 from ckpt.keeper.mapping import Mapping
 from ckpt.keeper.memory import arena_nbytes, check_budget
 from ckpt.keeper.protocol import ArenaStatus, RunStatus
@@ -112,6 +113,9 @@ class ArenaPool:
         if not 1 <= wanted.snapshots <= ARENAS_PER_RANK:
             text = f"snapshots={wanted.snapshots}: a rank has 1 or {ARENAS_PER_RANK} arenas of a run"
             self._refuse(wanted, BadInputError(text))
+            return
+        if not 0 <= wanted.nbytes <= MAX_INT:
+            self._refuse(wanted, BadInputError(f"an arena of {wanted.nbytes} bytes; expected 0 to {MAX_INT}"))
             return
         self._newest[run] = wanted
         for arena in self._own(run, rank):

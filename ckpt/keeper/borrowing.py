@@ -13,6 +13,7 @@ import msgspec
 from ckpt.errors import CkptError, KeeperError
 from ckpt.keeper import protocol
 from ckpt.keeper.mapping import Mapping
+from ckpt.keeper.pending import LOOK_S
 
 _WARM_NICENESS = 10  # training goes first
 
@@ -55,12 +56,20 @@ class Borrowing:
     """What a client has of its keeper's arenas. Any thread may use it.
 
     ``next_request`` numbers a request, ``send`` sends a message; both raise KeeperError when the keeper is gone.
+    ``look`` is called every second that someone waits: it loses a keeper that does not answer.
     """
 
-    def __init__(self, rank: int, next_request: Callable[[], int], send: Callable[[msgspec.Struct], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        next_request: Callable[[], int],
+        send: Callable[[msgspec.Struct], None],
+        look: Callable[[], None],
+    ) -> None:
         self._rank = rank
         self._next_request = next_request
         self._send = send
+        self._look = look
         self._lock = threading.Lock()  # of all below
         self._replies: dict[int, _Reply] = {}
         self._mappings: dict[str, dict[int, Mapping]] = {}  # run -> arena -> what is mapped of it
@@ -75,7 +84,7 @@ class Borrowing:
         started = time.monotonic()
         self._end_warming()
         request, reply = self._request(nbytes, run, snapshots, budget_bytes)
-        if not reply.wait(timeout_s):
+        if not self._await(reply, timeout_s):
             if self._take_back(request):
                 which = "both arenas" if snapshots > 1 else "the arena"
                 raise TimeoutError(
@@ -91,6 +100,16 @@ class Borrowing:
             self.give_back(number)
             raise
         return ArenaView(number, nbytes, mapping.view[:nbytes], wait_s)
+
+    def _await(self, reply: _Reply, timeout_s: float | None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            if reply.wait(max(0.0, left_s)):
+                return True
+            if left_s < LOOK_S:
+                return False
+            self._look()
 
     def filled(self, number: int) -> None:
         """An arena is the keeper's now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -13,20 +14,23 @@ from typing import Self
 
 import msgspec
 
-from ckpt.errors import CkptError, KeeperError, error_from_kind
+from ckpt.errors import CkptError, KeeperError, RankError, error_from_kind
 from ckpt.format.commit import Attempt
 from ckpt.keeper import protocol, start
 from ckpt.keeper.arenas import ARENAS_PER_RANK
 from ckpt.keeper.borrowing import ArenaView, Borrowing
-from ckpt.keeper.pending import PendingTask, check_process
+from ckpt.keeper.condition import DEAD, STOPPED, condition
+from ckpt.keeper.pending import LOOK_S, PendingTask, check_process
 from ckpt.keeper.place import Place, here
 from ckpt.keeper.protocol import SaveResult, SaveTask
-from ckpt.keeper.settle import settle, statuses
+from ckpt.keeper.settle import answers, settle, statuses
 
 __all__ = ["ArenaView", "KeeperClient", "PendingTask", "SaveResult", "settle", "statuses"]
 
 _READ_NBYTES = 1 << 20
 _MAX_FDS = 16
+KEEPER_TIMEOUT_S = 30.0  # so long a keeper that lives may leave everything unanswered
+_ASK_S = 10.0  # how often one that is waited for is asked
 
 
 class KeeperClient:
@@ -49,7 +53,10 @@ class KeeperClient:
         self._lost: KeeperError | None = None
         self._gone_for_good = False  # and everyone who waited for it knows
         self.lost: list[PendingTask] = []  # what was under way when the keeper went
-        self._arenas = Borrowing(rank, self._number, self._send)
+        self._arenas = Borrowing(rank, self._number, self._send, self._look)
+        self._answered_at = self._looked_at = time.monotonic()  # as ``_look`` knows; under ``_looking``
+        self._looking = threading.Lock()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(KEEPER_TIMEOUT_S), 0))
         _clients.add(self)
         threading.Thread(target=self._read_all, name="ckpt-keeper-client", daemon=True).start()
 
@@ -114,7 +121,7 @@ class KeeperClient:
         check_process(self._pid)
         with self._lock:
             request = self._next_request()
-            pending = PendingTask(task, lambda nbytes: self._say_ready(request, pending, nbytes), self._pid)
+            pending = PendingTask(task, lambda nbytes: self._say_ready(request, pending, nbytes), self._pid, self._look)
             self._pending[request] = pending
             brief, self._layouts = protocol.brief(task, self._layouts)
         try:
@@ -122,19 +129,29 @@ class KeeperClient:
         except CkptError:
             with self._lock:
                 self._pending.pop(request, None)
+                self.lost = [task for task in self.lost if task is not pending]  # its caller knows: nobody waits for it
                 self._layouts = frozenset()
             raise
         return pending
 
-    def abandon(self, run: str, attempt: Attempt, rank: int, world: int, message: str) -> None:
+    def abandon(
+        self,
+        run: str,
+        attempt: Attempt,
+        rank: int,
+        world: int,
+        message: str,
+        exit_code: int = RankError.exit_code,
+    ) -> None:
         """Say that ``rank``'s part of an attempt will never come, so that no other rank waits for it; free its arenas.
 
-        Never raises: it is called while another error is on its way.
+        ``exit_code`` is that of the cause. Never raises: it is called while another error is on its way.
         """
         with contextlib.suppress(KeeperError):
             check_process(self._pid)
             # Before its arena, which would say less about why.
-            self._send(protocol.Abandon(run, attempt.step, attempt.writer, attempt.save, rank, world, message))
+            numbers = (attempt.step, attempt.writer, attempt.save)
+            self._send(protocol.Abandon(run, *numbers, rank, world, message, exit_code))
             self._arenas.give_all_back()
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -184,6 +201,10 @@ class KeeperClient:
         try:
             with self._sending:
                 self._socket.sendall(frame)
+        except BlockingIOError:
+            self._lose(self._silent("has not taken a message"))
+            assert self._lost is not None
+            raise self._lost from None
         except OSError:
             self._lose(self._gone())
             assert self._lost is not None
@@ -201,10 +222,10 @@ class KeeperClient:
         why = self._gone()
         try:
             while (frame := self._next_frame()) is not None:
-                self._take(protocol.from_keeper.decode(frame))
+                self._take(protocol.message_of(frame, protocol.from_keeper))
         except OSError:
             pass
-        except (KeeperError, msgspec.DecodeError, RecursionError) as error:
+        except KeeperError as error:
             why = f"the keeper (pid {self.keeper_pid}) broke the protocol: {error}"
         self._lose(why)
         self._socket.close()  # here, where nobody can be reading from it
@@ -234,18 +255,54 @@ class KeeperClient:
                 self._arenas.came(message, self._fds.popleft())
             case protocol.Failed():
                 error = error_from_kind(message.kind, message.message)
+                if message.exit_code not in {0, error.exit_code}:
+                    error.exit_code = message.exit_code
                 if not message.request:
                     raise KeeperError(message.message)
                 if not self._arenas.refused(message.request, error):
-                    self._end_task(message.request, error=error)
+                    self._end_task(message.request, error=error, at_fault=message.at_fault)
             case _:
                 raise KeeperError(f"an unexpected {type(message).__name__}")
 
-    def _end_task(self, request: int, *, result: SaveResult | None = None, error: CkptError | None = None) -> None:
+    def _end_task(
+        self,
+        request: int,
+        *,
+        result: SaveResult | None = None,
+        error: CkptError | None = None,
+        at_fault: bool = False,
+    ) -> None:
         with self._lock:
             pending = self._pending.pop(request, None)
         if pending is not None:
-            pending._update(result, error)  # noqa: SLF001 - the two classes are one thing
+            pending._update(result, error, at_fault=at_fault)  # noqa: SLF001 - the two classes are one thing
+
+    # -- a keeper that lives and does not answer -----------------------------------------------
+
+    def _look(self) -> None:
+        """Called every second by whoever waits: lose a keeper that is stopped, or hangs, for ``KEEPER_TIMEOUT_S``."""
+        if not self._looking.acquire(blocking=False):
+            return  # another thread looks
+        try:
+            now = time.monotonic()
+            if now - self._looked_at > 5 * LOOK_S:  # nobody has waited meanwhile, or this process was stopped itself
+                self._answered_at = now
+            found, silent_s = condition(self.keeper_pid), now - self._answered_at
+            if found == DEAD:  # the reading thread hears of it
+                self._answered_at = now
+            elif found != STOPPED and silent_s >= _ASK_S and answers(self._place):
+                self._answered_at = time.monotonic()
+            elif silent_s > KEEPER_TIMEOUT_S:
+                self._lose(self._silent("is stopped, and has not answered" if found == STOPPED else "has not answered"))
+            self._looked_at = time.monotonic()
+        finally:
+            self._looking.release()
+
+    def _silent(self, how: str) -> str:
+        return (
+            f"the keeper (pid {self.keeper_pid}) {how} for {KEEPER_TIMEOUT_S:g} s; if it goes on (SIGCONT) it may "
+            "still commit what it has staged, else end it (SIGKILL): the next save starts another one"
+        )
 
     # -- ending ----------------------------------------------------------------------------
 

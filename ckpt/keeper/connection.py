@@ -18,6 +18,8 @@ from ckpt.keeper.start import peer
 
 _SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it yet
 _READ_NBYTES = 1 << 20
+_FRAMES_UNREAD = 1000  # that a client may leave to be sent; it is shown out then
+_READS_AT_ONCE = 16  # more than a socket holds, so that nothing of a client that died is left
 
 
 class Connection:
@@ -44,7 +46,10 @@ class Connection:
     def receive(self, secret: bytes, job: str) -> list[protocol.FromClient]:
         """What the client has sent, the handshake aside. Raises KeeperError for anything it must not send."""
         messages: list[protocol.FromClient] = []
-        while not self.eof:
+        # A client that never stops sending must not keep the keeper from the others: what is left wakes it again.
+        for _ in range(_READS_AT_ONCE):
+            if self.eof:
+                break
             try:
                 received = self.socket.recv(_READ_NBYTES)
             except BlockingIOError:
@@ -63,7 +68,7 @@ class Connection:
                     self.closing = True  # our own line tells the client which version is wanted
                     return messages
             while (body := self._frames.frame()) is not None:
-                message = _decode(body)
+                message = protocol.message_of(body, protocol.from_client)
                 if self.welcome:
                     messages.append(message)
                 else:
@@ -91,6 +96,9 @@ class Connection:
     def _queue(self, raw: bytes, fd: int | None = None) -> None:
         self._out.append((memoryview(raw), fd))
         self.flush()
+        if len(self._out) > _FRAMES_UNREAD:  # it asks and asks, and reads no answer
+            self._out.clear()
+            self.closing = True
 
     def flush(self) -> bool:
         """Send what can be sent; whether nothing is left."""
@@ -117,13 +125,6 @@ class Connection:
             with contextlib.suppress(OSError):
                 os.close(self.pidfd)
             self.pidfd = None
-
-
-def _decode(body: bytes) -> protocol.FromClient:
-    try:
-        return protocol.from_client.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise KeeperError(f"a frame of {len(body)} bytes that is no message: {error}") from None
 
 
 def _pidfd(sock: socket.socket, pid: int) -> int | None:

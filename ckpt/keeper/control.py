@@ -10,22 +10,26 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from ckpt.errors import AlreadyExistsError, CkptError, KeeperError, NotFoundError, SaveFailedError, error_from_kind
 from ckpt.format import records
-from ckpt.format.commit import Commit
+from ckpt.format.commit import COMMIT, Commit
 from ckpt.format.part import part_name
-from ckpt.keeper import commit, log, persist
-from ckpt.keeper.saves import Failure, Save, SeenPart, Work, name_ranks
+from ckpt.keeper import alarms, commit, log, persist
+from ckpt.keeper.condition import ALIVE, condition
+from ckpt.keeper.requests import Request, Requests
+from ckpt.keeper.saves import Debris, Failure, Save, SaveAbandonedError, SeenPart, Work, name_ranks
+from ckpt.reading.alarms import step_alarms
 from ckpt.run import Run
 
 POLL_FIRST_S = 0.05
 POLL_LAST_S = 0.5
 _POLL_GROWTH = 1.3
 _MARKER_LIMIT_NBYTES = 1 << 20
-_STOP_WRITING_S = 10.0
+_STOP_WRITING_S = (1.0, 5.0)  # least and most that a failed save waits for its own writing to stop
 
 _MARKER = re.compile(r"failed-\d{5,}-of-\d{5,}\.json")
 
@@ -36,6 +40,7 @@ class Marker(msgspec.Struct, frozen=True):
     kind: str
     message: str
     rank: int | None
+    exit_code: int = 0
 
 
 def marker_name(rank: int, world: int) -> str:
@@ -43,11 +48,18 @@ def marker_name(rank: int, world: int) -> str:
     return f"failed-{rank:05d}-of-{world:05d}.json"
 
 
-def settle(run: Run, save: Save) -> list[str]:
-    """Wait until the save is a step; returns warnings. Raises CkptError when it is none, after cleaning up."""
-    settling = _Settling(run, save)
+def settle(run: Run, save: Save, requests: Requests) -> list[str]:
+    """Wait until the save is a step; returns warnings. Raises CkptError when it is none, after cleaning up.
+
+    ``requests`` are those of the threads that write to ``run``, which a message may have to name.
+    """
+    settling = _Settling(run, save, requests)
     try:
         return settling.run_to_the_end()
+    except SaveAbandonedError:
+        settling.clean_up()
+        settling._raise_failure()  # noqa: SLF001 - this module's own
+        raise
     except CkptError as error:
         save.fail(error, None)
         settling.clean_up()
@@ -61,9 +73,10 @@ def settle(run: Run, save: Save) -> list[str]:
 class _Settling:
     """One save being settled, in its run's own thread."""
 
-    def __init__(self, run: Run, save: Save) -> None:
+    def __init__(self, run: Run, save: Save, requests: Requests) -> None:
         self.run = run
         self.save = save
+        self.requests = requests
         self.names: set[str] = set()  # of the attempt's folder, as listed last
         self.sizes: dict[str, int] = {}
         self.sized_at = time.monotonic()
@@ -101,8 +114,13 @@ class _Settling:
         parts = [save.seen[rank] for rank in range(save.world)]
         task = save.works[0].task
         commit.check_agreement(parts, task.layouts)
-        commit.create_commit(self.run, task, parts, self.written, save.parities)
-        return commit.retain(self.run, save.attempt, task.keep_last, task.keep_every)
+        found = save.sum.total(task.layouts)
+        if task.alarms_fail:
+            alarms.refuse(found)
+        commit.create_commit(self.run, task, parts, self.written, save.parities, save.go_on, found)
+        save.alarms = found
+        save.has_commit()
+        return []
 
     def _is_committed(self) -> bool:
         """Whether the coordinator has written COMMIT. SaveFailedError when it pins other parts than ours."""
@@ -113,6 +131,8 @@ class _Settling:
         for rank in self.save.works:
             if rank in self.save.seen:  # else it has failed just now
                 _check_pinned(found, self.save.seen[rank])
+        with contextlib.suppress(CkptError):  # what looked wrong is told by other ranks too, and stays in the step
+            self.save.alarms = step_alarms(self.run, self.save.attempt, found)
         return True
 
     def _was_let_go(self) -> bool:
@@ -152,7 +172,7 @@ class _Settling:
             marker = Marker(SaveFailedError.__name__, f"{name}: unreadable ({error})", None)
         with self.save.changed:
             if self.save.failure is None:
-                self.save.failure = Failure(marker.kind, marker.message, marker.rank)
+                self.save.failure = Failure(marker.kind, marker.message, marker.rank, marker.exit_code)
         self.save.stirred()
 
     def _check_progress(self) -> None:
@@ -165,7 +185,11 @@ class _Settling:
             return
         with self.save.changed:
             missing = self.save.missing
-            here = [_describe(rank, work) for rank, work in sorted(self.save.works.items()) if rank in missing]
+            here = [
+                _describe(rank, work, self.requests.of(work.thread))
+                for rank, work in sorted(self.save.works.items())
+                if rank in missing
+            ]
         waiting = f"no part from {name_ranks(missing)} of {self.save.world}"
         if missing and not self.save.coordinating:
             others = [rank for rank in missing if rank not in self.save.works]
@@ -191,18 +215,17 @@ class _Settling:
         """Stop this node's writing, tell the other nodes, remove what this node has written. Never raises."""
         save, failure = self.save, self.save.failure
         assert failure is not None
-        deadline = time.monotonic() + _STOP_WRITING_S
+        least_s, most_s = _STOP_WRITING_S
+        deadline = time.monotonic() + min(most_s, max(least_s, save.progress_timeout_s / 4))
         changes = 0
         while save.under_way and time.monotonic() < deadline:
             changes = save.wait(changes, POLL_LAST_S)
+        debris = _debris_of(save, self.written)
         try:
-            if not persist.uncommitted(self.run, save.attempt):
-                return  # a step, whoever else has failed; or the store cannot tell
-            keys = [*self.written, *(key for work in save.works.values() for key in work.keys)]
-            persist.remove(self.run, save.attempt, keys)
-            if save.covers_world(save.neighbours) and not save.under_way:
-                self.run.store.delete_folder(save.attempt.folder)
-            else:
+            gone = remove_debris(self.run, debris)
+            if not gone:
+                save.debris = debris
+            if not debris.alone and persist.uncommitted(self.run, save.attempt):
                 self._write_marker(failure)
         except CkptError as error:
             log.problem(f"{save.run}: {save.attempt.folder}: debris is left: {error}")
@@ -213,15 +236,55 @@ class _Settling:
         rank = failure.rank if failure.rank is not None else min(self.save.works or self.save.lost or {0})
         if any(_MARKER.fullmatch(name) for name in self.names):
             return
-        marker = Marker(failure.kind, failure.message, failure.rank)
+        marker = Marker(failure.kind, failure.message, failure.rank, failure.exit_code)
         key = self.run.key(self.save.attempt, marker_name(rank, self.save.world))
         with contextlib.suppress(AlreadyExistsError):
             self.run.store.create(key, records.encode(marker))
 
 
-def _describe(rank: int, work: Work) -> str:
-    copied = "" if work.copied else f", its trainer has copied {max(0, work.ready):,}"
-    return f"rank {rank} has written {work.nbytes_written:,} of {work.nbytes:,} bytes{copied}"
+def _debris_of(save: Save, written: Sequence[str] = ()) -> Debris:
+    keys = [*written, *(key for work in save.works.values() for key in work.keys)]
+    alone = save.covers_world(save.neighbours) and not save.under_way
+    return Debris(save.attempt, tuple(keys), alone)
+
+
+def remove_debris(run: Run, debris: Debris) -> bool:
+    """Remove what is left of a failed save, unless it is a step; whether there is nothing more to do. Never raises."""
+    try:
+        if run.store.exists(run.key(debris.attempt, COMMIT)):
+            return True  # a step, whoever has failed
+        for key in debris.keys:
+            with contextlib.suppress(CkptError):
+                run.store.delete(key)
+        if debris.alone:
+            run.store.delete_folder(debris.attempt.folder)
+            return True
+        names = set(run.store.list(debris.attempt.folder))
+    except CkptError as error:
+        log.problem(f"{run.url}: {debris.attempt.folder}: debris is left: {error}")
+        return False
+    except BaseException:  # noqa: BLE001 - cleaning up must not hide why the save failed
+        log.unexpected(f"{run.url}: cleaning up {debris.attempt.folder}")
+        return False
+    return names.isdisjoint(key.rpartition("/")[2] for key in debris.keys)
+
+
+def sweep(run: Run, save: Save) -> None:
+    """Once more, by a thread whose write came back when the save was over: nothing of it may be left. Never raises."""
+    debris = _debris_of(save)
+    if save.failure is not None and not remove_debris(run, debris):
+        save.debris = debris
+
+
+def _describe(rank: int, work: Work, request: Request | None) -> str:
+    copied = "" if work.copied else f", its trainer{_fares(work.trainer_pid)} has copied {max(0, work.ready):,}"
+    asked = "" if request is None else f"; its {request}"
+    return f"rank {rank} has written {work.nbytes_written:,} of {work.nbytes:,} bytes{copied}{asked}"
+
+
+def _fares(pid: int) -> str:
+    found = condition(pid) if pid else ALIVE
+    return f" (process {pid}) is {found} and" if found != ALIVE else ""
 
 
 def _check_pinned(found: Commit, mine: SeenPart) -> None:

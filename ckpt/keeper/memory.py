@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckpt.errors import KeeperError
+from ckpt.errors import BadInputError, KeeperError
 from ckpt.keeper.mapping import HUGE_PAGE_NBYTES
 
 _NO_LIMIT_NBYTES = 1 << 63
@@ -43,6 +43,19 @@ def available_nbytes(proc: str = "/proc") -> Available:
     for version, folder in _groups(proc):
         found += _of_group(version, folder)
     return min(found, key=lambda available: available.nbytes)
+
+
+def check_room(nbytes: int, what: str) -> None:
+    """BadInputError when ``what`` takes more memory than can be had: said before it is asked for.
+
+    A checkpoint from elsewhere may claim tensors of any size.
+    """
+    available = available_nbytes()
+    if nbytes > available.nbytes:
+        raise BadInputError(
+            f"{what}: {nbytes:,} bytes, {available.nbytes:,} are available ({available.by}); read it where there is "
+            "more memory, or load it into a sharded state"
+        )
 
 
 def check_budget(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from ckpt.errors import CkptError, KeeperError
@@ -11,11 +12,16 @@ from ckpt.format.commit import Attempt
 from ckpt.keeper import protocol
 from ckpt.keeper.protocol import SaveResult, SaveTask
 
+LOOK_S = 1.0
+
 
 class PendingTask:
     """A task that the keeper works on behind the copy: ``ready`` tells it how far that has come."""
 
-    def __init__(self, task: SaveTask, announce: Callable[[int], None], owner_pid: int) -> None:
+    def __init__(
+        self, task: SaveTask, announce: Callable[[int], None], owner_pid: int, look: Callable[[], None] = lambda: None
+    ) -> None:
+        """``look`` is called every second that someone waits: it ends what a keeper that does not answer has."""
         self.run = task.run
         self.step = task.step
         self.attempt = Attempt(task.step, task.writer, task.save)
@@ -23,11 +29,13 @@ class PendingTask:
         self.arena = task.arena
         self.end = protocol.arena_end(task)
         self._announce = announce
+        self._look = look
         self._owner_pid = owner_pid
         self._changed = threading.Condition()
         self._staged = False
         self._result: SaveResult | None = None
         self._error: CkptError | None = None
+        self.at_fault = False  # whether it failed by this rank's own part
 
     def ready(self, nbytes: int) -> None:
         """The arena's first ``nbytes`` are final; never less than before. At ``end`` the arena is the keeper's.
@@ -69,16 +77,25 @@ class PendingTask:
 
     def _wait(self, timeout_s: float | None, *, for_result: bool) -> None:
         check_process(self._owner_pid)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done or (self._staged and not for_result), timeout_s):
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            with self._changed:
+                if self._changed.wait_for(lambda: self.done or (self._staged and not for_result), max(0.0, left_s)):
+                    return
+            if left_s < LOOK_S:
                 what = "committed" if for_result else "staged"
                 raise TimeoutError(f"step {self.step} is not {what} after {timeout_s:g} s")
+            self._look()
 
-    def _update(self, result: SaveResult | None = None, error: CkptError | None = None) -> None:
+    def _update(
+        self, result: SaveResult | None = None, error: CkptError | None = None, *, at_fault: bool = False
+    ) -> None:
         """It is staged, or it has ended."""
         with self._changed:
             self._staged = self._staged or error is None
             if not self.done:
+                self.at_fault = at_fault
                 self._result, self._error = result, error
             self._changed.notify_all()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,6 +10,7 @@ from ckpt.format import records
 from ckpt.format.chunk import ENCODINGS, RAW, chunk_spans, encode_zstd
 from ckpt.format.commit import COMMIT, Attempt, FileRef
 from ckpt.format.part import DataFile, PackedChunk, Part, data_name, encode_part, part_name
+from ckpt.keeper.alarms import Look, Memory, Watcher
 from ckpt.keeper.protocol import FileTask, SaveTask, arena_end
 from ckpt.keeper.saves import SeenPart, see
 from ckpt.run import Run
@@ -27,10 +27,10 @@ Together = Callable[[Sequence[DataFile]], None]  # what is to be done between th
 def check_task(task: SaveTask, arena_nbytes: int) -> None:
     """Refuse a task that does not fit its arena or names files as nobody should. BadInputError."""
     where = f"save task of rank {task.rank}, step {task.step}"
-    if not 0 <= task.rank < task.world:
+    if not 0 <= task.rank < task.world <= records.MAX_WORLD:
         raise BadInputError(f"{where}: no such rank in a world of {task.world}")
-    if min(task.step, task.writer, task.save) < 0:
-        raise BadInputError(f"{where}: negative step, writer or save")
+    if not 0 <= min(task.step, task.writer, task.save) <= max(task.step, task.writer, task.save) <= records.MAX_INT:
+        raise BadInputError(f"{where}: a step, writer or save below 0 or beyond {records.MAX_INT}")
     if task.max_write_mbps is not None and not 0 < task.max_write_mbps < math.inf:
         raise BadInputError(f"{where}: max_write_mbps {task.max_write_mbps!r}; expected a number above 0, or None")
     if task.encode not in ENCODINGS:
@@ -65,23 +65,25 @@ def persist(
     report: Report,
     through: Through = lambda sink: sink,
     together: Together = lambda _: None,
+    memory: Memory | None = None,
 ) -> SeenPart:
     """Write a rank's files, behind the copy into the arena, and then its part; durable when it returns.
 
     The part is written only when the whole snapshot is there: until then no crash of anyone can make it count.
     ``keys`` gets every key as soon as it is this task's own. On an error the file under way is
-    removed; the rest is up to the caller (``remove``).
+    removed; the rest is up to the caller. ``memory`` is what alarms remember of this rank's saves.
     """
     attempt = attempt_of(task)
+    watcher = Watcher(task, memory or Memory())
     files = []
-    for file in task.files:
+    for index, file in enumerate(task.files):
         if not file.shards:
             continue
         key = run.key(attempt, file.name)
         view = arena[file.arena_offset : file.arena_offset + file.nbytes]
         write, nbytes = (_write_raw, file.nbytes) if task.encode == RAW else (_write_pack, None)
         with through(run.store.open_sink(key, nbytes)) as sink:
-            stored = write(sink, file, view, _of_file(file, await_ready), report)
+            stored = write(sink, file, view, watcher.of_file(index), _of_file(file, await_ready), report)
         keys.append(key)
         files.append(stored)
     await_ready(arena_end(task))
@@ -98,6 +100,7 @@ def persist(
         values=task.values,
         values_digests=task.values_digests,
         rank_values=task.rank_values,
+        alarms=watcher.alarms(),
     )
     raw = encode_part(part)
     name = part_name(task.rank, task.world)
@@ -108,15 +111,6 @@ def persist(
         keys.pop()  # someone else's
         raise
     return see(part, FileRef(name, len(raw), records.digest(raw)))
-
-
-def remove(run: Run, attempt: Attempt, keys: list[str]) -> None:
-    """Remove what a failed save has written, as far as the storage lets us; never from under a COMMIT."""
-    if not uncommitted(run, attempt):
-        return
-    for key in keys:
-        with contextlib.suppress(CkptError):
-            run.store.delete(key)
 
 
 def uncommitted(run: Run, attempt: Attempt) -> bool:
@@ -134,16 +128,18 @@ def _of_file(file: FileTask, await_ready: Await) -> Await:
     return lambda nbytes: await_ready(file.arena_offset + nbytes)
 
 
-def _chunks(file: FileTask) -> Iterator[tuple[int, int]]:
-    """(offset in the file, nbytes) of every chunk."""
+def _chunks(file: FileTask) -> Iterator[tuple[int, int, int]]:
+    """(number of the shard, offset in the file, nbytes) of every chunk."""
     start = file.header_nbytes
-    for shard_nbytes in file.shards:
+    for shard, shard_nbytes in enumerate(file.shards):
         for offset, nbytes in chunk_spans(shard_nbytes):
-            yield start + offset, nbytes
+            yield shard, start + offset, nbytes
         start += shard_nbytes
 
 
-def _write_raw(sink: Sink, file: FileTask, view: memoryview, await_ready: Await, report: Report) -> DataFile:
+def _write_raw(
+    sink: Sink, file: FileTask, view: memoryview, look: Look, await_ready: Await, report: Report
+) -> DataFile:
     """As it lies. Digests run just ahead of the writing, so that a block is written from the cache.
 
     Blocks start at multiples of their size, whatever the chunks do: page-aligned, so that O_DIRECT takes them.
@@ -161,9 +157,9 @@ def _write_raw(sink: Sink, file: FileTask, view: memoryview, await_ready: Await,
     await_ready(file.header_nbytes)
     header_digest = records.digest(view[: file.header_nbytes])
     chunks = []
-    for offset, nbytes in _chunks(file):
+    for shard, offset, nbytes in _chunks(file):
         await_ready(offset + nbytes)
-        chunks.append(records.digest(view[offset : offset + nbytes]))
+        chunks.append(look(shard, view[offset : offset + nbytes]))
         write_up_to(offset + nbytes)
     write_up_to(file.nbytes)
     return DataFile(
@@ -177,17 +173,20 @@ def _write_raw(sink: Sink, file: FileTask, view: memoryview, await_ready: Await,
     )
 
 
-def _write_pack(sink: Sink, file: FileTask, view: memoryview, await_ready: Await, report: Report) -> DataFile:
+def _write_pack(
+    sink: Sink, file: FileTask, view: memoryview, look: Look, await_ready: Await, report: Report
+) -> DataFile:
     """Chunk by chunk, each encoded or, where that would not be smaller, as it is."""
     packed = []
     at = 0
-    for offset, nbytes in _chunks(file):
+    for shard, offset, nbytes in _chunks(file):
         await_ready(offset + nbytes)
         raw = view[offset : offset + nbytes]
+        digest = look(shard, raw)
         encoded = encode_zstd(raw)
         stored = raw if encoded is None else encoded
         sink.write(stored)
-        packed.append(PackedChunk(records.digest(raw), at, len(stored), RAW if encoded is None else "zstd"))
+        packed.append(PackedChunk(digest, at, len(stored), RAW if encoded is None else "zstd"))
         at += len(stored)
         report(nbytes)
     return DataFile(

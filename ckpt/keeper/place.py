@@ -6,11 +6,11 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from ckpt.errors import KeeperError
+from ckpt.holds import process_identity
 
 _SCHEDULER_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -63,16 +63,6 @@ def job_identity() -> str:
         else:
             _identities[pid] = f"process={process_identity(pid)}"
     return _identities[pid]
-
-
-def process_identity(pid: int) -> str:
-    """``pid.start``: names a process for ever, although pids are used again. "" when there is none, or a zombie."""
-    try:
-        # The command's name is in parentheses and may hold anything; the rest is plain words.
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if words[0] in {b"Z", b"X"} else f"{pid}.{words[19].decode()}"
 
 
 def runtime_folder() -> str:

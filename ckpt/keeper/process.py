@@ -15,18 +15,20 @@ from types import FrameType
 import msgspec
 
 from ckpt.errors import CkptError, KeeperError
+from ckpt.holds import process_identity
 from ckpt.keeper import log, protocol
 from ckpt.keeper.arenas import Wanted
 from ckpt.keeper.connection import Connection
 from ckpt.keeper.lanes import Settled, Written
 from ckpt.keeper.memory import available_nbytes
-from ckpt.keeper.place import Place, process_identity
+from ckpt.keeper.place import Place
 from ckpt.keeper.registry import Registry
 from ckpt.keeper.start import locked
 
 LINGER_S = 20.0
 FIRST_CLIENT_S = 30.0
 HANDSHAKE_S = 5.0
+MAX_STRANGERS = 128  # connections that have not proved themselves; as many may wait to be accepted
 HALF_CLOSED_S = 5.0  # a process that dies closes its socket a moment before its pidfd tells
 _END_AGAIN_S = 0.05
 
@@ -150,7 +152,7 @@ class Keeper:
     # -- clients ---------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(MAX_STRANGERS):
             try:
                 sock, _ = self._listener.accept()
             except OSError:
@@ -161,6 +163,9 @@ class Keeper:
                 log.problem(f"refused process {connection.pid} of user {connection.uid}")
                 connection.close()
                 continue
+            strangers = [other for other in self._connections.values() if not other.welcome]
+            if len(strangers) >= MAX_STRANGERS:  # descriptors are few; whoever means it comes again
+                self._drop(strangers[0])
             self._connections[connection.number] = connection
             self._selector.register(sock, selectors.EVENT_READ, _bound(self._ready, connection))
             if connection.pidfd is not None:
@@ -173,7 +178,7 @@ class Keeper:
             if connection.welcome and not connection.known:
                 self._came(connection)
             for message in messages:
-                if connection.number in self._connections:  # not after its bye
+                if connection.number in self._connections and not connection.closing:  # not after its bye
                     self._take(connection, message)
         except KeeperError as error:
             self._refuse(connection, error)
@@ -247,6 +252,13 @@ class Keeper:
     # -- messages --------------------------------------------------------------------------
 
     def _take(self, connection: Connection, message: protocol.FromClient) -> None:
+        said = message.task if isinstance(message, protocol.Begin) else message
+        if (
+            isinstance(said, protocol.SaveTask | protocol.Abandon)
+            and said.rank != connection.rank
+            and 0 <= said.rank < said.world  # else it is nobody's, which the registry says
+        ):
+            raise KeeperError(f"rank {connection.rank} (process {connection.pid}) speaks for rank {said.rank}")
         ranks = {c.rank for c in self._connections.values() if c.rank is not None}
         match message:
             case protocol.StatusRequest():
@@ -262,7 +274,7 @@ class Keeper:
                 self._registry.release(connection.number, message.arena)
             case protocol.Begin() if connection.rank is not None:
                 task, connection.layouts = protocol.whole(message.task, connection.layouts)
-                self._registry.begin(connection.number, message.request, task, ranks)
+                self._registry.begin(connection.number, message.request, task, ranks, connection.pid)
             case protocol.Ready():
                 self._registry.ready(connection.number, message.request, message.nbytes)
             case protocol.Abandon() if connection.rank is not None:

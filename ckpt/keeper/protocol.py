@@ -24,12 +24,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from ckpt.errors import KeeperError
+from ckpt.errors import KeeperError, RankError
+from ckpt.format.alarms import Alarm
 from ckpt.format.part import RankTensor
+from ckpt.plan.retention import KeepPolicy
 
 VERSION = 2
 PREAMBLE = b"ckpt-keeper/%d\n" % VERSION
@@ -60,6 +62,13 @@ class LayoutTask(msgspec.Struct, frozen=True):
     ranks: tuple[tuple[int, int], ...]
 
 
+class WatchTask(msgspec.Struct, frozen=True):
+    """What to look for in each shard of a task's files; ``ckpt.keeper.alarms`` makes and reads ``raw``."""
+
+    digest: str  # of ``raw``
+    raw: bytes  # on its way b"" when the task before on the same connection had it
+
+
 class SaveTask(msgspec.Struct, frozen=True):
     """All that a keeper needs to persist one rank's snapshot and, for rank 0, to commit the step.
 
@@ -83,34 +92,45 @@ class SaveTask(msgspec.Struct, frozen=True):
     rank_values: dict[str, Any]
     layouts: tuple[LayoutTask, ...] = ()  # on rank 0 only
     hf_index: bytes | None = None  # on rank 0 only
-    keep_last: int | None = None
-    keep_every: int | None = None
+    metrics: bytes | None = None  # on rank 0 only: the record, as it shall be stored
+    keep: KeepPolicy | None = None
     progress_timeout_s: float = 600.0
     max_write_mbps: float | None = None  # 10^6 bytes a second, of all ranks of the run on this node together
     parity_ranks: tuple[int, ...] = ()  # whose data files, this rank's among them, share a parity file; (): none
     parity_groups: tuple[int, ...] = ()  # on rank 0 only: the lowest rank of every such set
+    watch: WatchTask | None = None  # None: nothing is looked for
+    found: tuple[Alarm, ...] = ()  # on rank 0 only: what the trainers found
+    alarms_fail: bool = False  # on rank 0 only: whether a step with an alarm must not come to be
 
 
 def brief(task: SaveTask, before: frozenset[str]) -> tuple[SaveTask, frozenset[str]]:
-    """(``task`` without layouts that the task before had, the digests of its own): they can be larger than all else."""
-    digests = frozenset(layout.digest for layout in task.layouts)
+    """(``task`` without layouts and watch that the task before had, the digests of its own): the largest there is."""
+    large: tuple[LayoutTask | WatchTask, ...] = (*task.layouts, *(() if task.watch is None else (task.watch,)))
+    digests = frozenset(one.digest for one in large)
     if not digests:
         return task, before
     layouts = tuple(
         msgspec.structs.replace(layout, raw=b"") if layout.digest in before else layout for layout in task.layouts
     )
-    return msgspec.structs.replace(task, layouts=layouts), digests
+    watch = task.watch
+    if watch is not None and watch.digest in before:
+        watch = msgspec.structs.replace(watch, raw=b"")
+    return msgspec.structs.replace(task, layouts=layouts, watch=watch), digests
 
 
 def whole(task: SaveTask, before: dict[str, bytes]) -> tuple[SaveTask, dict[str, bytes]]:
-    """The other side of ``brief``: (the task with its layouts, those by digest). KeeperError for one never sent."""
-    if not task.layouts:
+    """The other side of ``brief``: (the whole task, all that can be left out). KeeperError for what was never sent."""
+    large: tuple[LayoutTask | WatchTask, ...] = (*task.layouts, *(() if task.watch is None else (task.watch,)))
+    if not large:
         return task, before
-    raws = {layout.digest: layout.raw or before.get(layout.digest, b"") for layout in task.layouts}
+    raws = {one.digest: one.raw or before.get(one.digest, b"") for one in large}
     if not all(raws.values()):
-        raise KeeperError("a task without its layouts, which no task before it on this connection had")
+        raise KeeperError("a task without its layouts or watch, which no task before it on this connection had")
     layouts = tuple(msgspec.structs.replace(layout, raw=raws[layout.digest]) for layout in task.layouts)
-    return msgspec.structs.replace(task, layouts=layouts), raws
+    watch = task.watch
+    if watch is not None:
+        watch = msgspec.structs.replace(watch, raw=raws[watch.digest])
+    return msgspec.structs.replace(task, layouts=layouts, watch=watch), raws
 
 
 def arena_end(task: SaveTask) -> int:
@@ -127,6 +147,7 @@ class SaveResult(msgspec.Struct, frozen=True):
     write_s: float  # from the begin of the copy until all of it was durable
     commit_s: float  # from staged to COMMIT
     warnings: tuple[str, ...] = ()  # what went wrong without harming the step, such as retention
+    alarms: tuple[Alarm, ...] = ()  # of the step, over all ranks
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -214,6 +235,7 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
     rank: int
     world: int
     message: str
+    exit_code: int = RankError.exit_code  # of the cause
 
 
 class Staged(msgspec.Struct, frozen=True, tag="staged"):
@@ -235,6 +257,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     request: int
     kind: str
     message: str
+    exit_code: int = 0  # of the cause; 0: that of the kind
+    at_fault: bool = False  # whether it was this rank's part that failed
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -319,6 +343,16 @@ FromKeeper: TypeAlias = Challenge | Welcome | ArenaGrant | Staged | Saved | Fail
 from_client = msgspec.msgpack.Decoder(FromClient)
 from_keeper = msgspec.msgpack.Decoder(FromKeeper)
 _encoder = msgspec.msgpack.Encoder()
+
+Message = TypeVar("Message")
+
+
+def message_of(body: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> Message:
+    """The message in a frame's body, by ``from_client`` or ``from_keeper``. KeeperError for anything else."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise KeeperError(f"a frame of {len(body)} bytes that is no message: {error}") from None
 
 
 def pack(message: msgspec.Struct) -> bytes:

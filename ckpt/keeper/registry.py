@@ -10,13 +10,14 @@ import msgspec
 
 from ckpt.errors import BadInputError, CkptError, RankError
 from ckpt.format.commit import Attempt
+from ckpt.format.records import MAX_WORLD
 from ckpt.keeper import log, protocol
 from ckpt.keeper.arenas import FILLING, STAGED, Arena, ArenaPool, Wanted
 from ckpt.keeper.lanes import Lane, Settled, Written
 from ckpt.keeper.persist import attempt_of, check_task
 from ckpt.keeper.saves import QUEUED, WRITING, Failure, Save, Work
 
-STUCK_WRITE_S = 60.0  # how long a thread that still writes for a failed save is waited for
+STUCK_WRITE_S = 60.0  # how long, at most, a thread that still writes for a failed save is waited for
 _REMEMBERED_SAVES = 256
 
 Answer = Callable[[int, msgspec.Struct, int | None], None]  # connection, message, descriptor
@@ -61,7 +62,7 @@ class Registry:
         self._filling: dict[tuple[int, int], Filling] = {}  # (connection, request) -> until the trainer is done with it
         self._ended: OrderedDict[SaveKey, Failure | None] = OrderedDict()
         self._deaths: dict[int, Death] = {}  # by rank
-        self._stuck: dict[int, float] = {}  # arena that a failed save still reads -> since when
+        self._stuck: dict[int, float] = {}  # arena that a failed save still reads -> until when it is waited for
 
     # -- arenas ----------------------------------------------------------------------------
 
@@ -100,7 +101,9 @@ class Registry:
 
     # -- saves -----------------------------------------------------------------------------
 
-    def begin(self, holder: int, request: int, task: protocol.SaveTask, neighbours: Iterable[int]) -> None:
+    def begin(
+        self, holder: int, request: int, task: protocol.SaveTask, neighbours: Iterable[int], trainer_pid: int = 0
+    ) -> None:
         """Write a rank's snapshot while it is copied; ``neighbours`` are the ranks that are connected."""
         key = (task.run, attempt_of(task))
         try:
@@ -111,6 +114,8 @@ class Registry:
             return
         try:
             check_task(task, arena.nbytes)
+            if (arena.run, arena.rank) != (task.run, task.rank):
+                raise BadInputError(f"arena {task.arena} is of rank {arena.rank} of {arena.run}, the task of another")
             if key in self._saves and task.rank in self._saves[key].works:
                 raise BadInputError(f"rank {task.rank} has already begun step {task.step} ({key[1].label})")
             if key in self._ended:
@@ -123,7 +128,7 @@ class Registry:
             self._answer(holder, _failed(request, error), None)
             return
         arena.state, arena.filled = FILLING, True
-        work = Work(task, arena, holder, request)
+        work = Work(task, arena, holder, request, trainer_pid)
         save = self._save(key, task.world, task.progress_timeout_s, neighbours)
         save.add(task.rank, work)
         self._filling[holder, request] = Filling(arena, work.end, save, work)
@@ -162,10 +167,11 @@ class Registry:
         """A trainer says that its part will never come."""
         key = (message.run, Attempt(message.step, message.writer, message.save))
         error = RankError(f"rank {message.rank}: {message.message}")
+        error.exit_code = message.exit_code
         self._give_up(message.rank, key, message.world, error, neighbours)
 
     def _give_up(self, rank: int, key: SaveKey, world: int, error: CkptError, neighbours: Iterable[int]) -> None:
-        if key not in self._ended and 0 <= rank < world:
+        if key not in self._ended and 0 <= rank < world <= MAX_WORLD:
             self._save(key, world, 0.0, neighbours).lose(rank, error)
 
     def _too_late(self, key: SaveKey, rank: int) -> CkptError:
@@ -209,11 +215,11 @@ class Registry:
         (log.say if save.failure is None else log.problem)(f"{save.run}: {save.attempt.folder}: {outcome}")
         for rank, work in save.works.items():
             if work.state in {QUEUED, WRITING}:
-                self._stuck[work.arena.number] = now
+                self._stuck[work.arena.number] = now + min(STUCK_WRITE_S, save.progress_timeout_s)
                 self.pool.stick(work.arena)
             if save.failure is not None:
                 error = save.failure.error_for(rank, save.attempt)
-                self._answer(work.holder, _failed(work.request, error), None)
+                self._answer(work.holder, _failed(work.request, error, at_fault=rank == save.failure.rank), None)
                 continue
             result = protocol.SaveResult(
                 step=save.attempt.step,
@@ -222,6 +228,7 @@ class Registry:
                 write_s=work.write_s,
                 commit_s=event.at - work.staged_at,
                 warnings=event.warnings,
+                alarms=save.alarms,
             )
             self._answer(work.holder, protocol.Saved(work.request, result), None)
         self._stop_if_idle(save.run)
@@ -272,12 +279,12 @@ class Registry:
         """None: nothing is under way. Else the time until which it is waited for, for ever if infinite."""
         if self._saves:
             return float("inf")
-        return max(self._stuck.values()) + STUCK_WRITE_S if self._stuck else None
+        return max(self._stuck.values(), default=None)
 
     def saves(self) -> tuple[protocol.SaveStatus, ...]:
         """What is under way, for people."""
         return tuple(save.status() for save in self._saves.values())
 
 
-def _failed(request: int, error: CkptError) -> protocol.Failed:
-    return protocol.Failed(request, type(error).__name__, str(error))
+def _failed(request: int, error: CkptError, *, at_fault: bool = True) -> protocol.Failed:
+    return protocol.Failed(request, type(error).__name__, str(error), error.exit_code, at_fault=at_fault)

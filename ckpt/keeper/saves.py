@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ckpt.errors import CkptError, RankError, error_from_kind
+from ckpt.format.alarms import Alarm
 from ckpt.format.commit import Attempt, FileRef
 from ckpt.format.part import Part
+from ckpt.keeper.alarms import Sum
 from ckpt.keeper.arenas import Arena
 from ckpt.keeper.parity import Stored
 from ckpt.keeper.protocol import RankStatus, SaveStatus, SaveTask, arena_end
@@ -28,21 +30,24 @@ class SeenPart(msgspec.Struct, frozen=True):
     values_digests: dict[str, str]
     encoded: bool  # has a pack
     nbytes: int  # of its data files and itself, as stored
+    has_alarms: bool = False
+    alarms: tuple[Alarm, ...] = ()  # until they are added to those of the other ranks
 
 
 def see(part: Part, ref: FileRef) -> SeenPart:
     """The gist of a part, so that thousands of parts need not be kept."""
     encoded = any(file.encoding != "raw" for file in part.files)
     nbytes = ref.nbytes + sum(file.nbytes for file in part.files)
-    return SeenPart(part.rank, ref, part.layout, part.values_digests, encoded, nbytes)
+    return SeenPart(part.rank, ref, part.layout, part.values_digests, encoded, nbytes, bool(part.alarms), part.alarms)
 
 
 class Work:
     """One rank's task in this keeper. The rank's writing thread and the main thread change it; others look."""
 
-    def __init__(self, task: SaveTask, arena: Arena, holder: int, request: int) -> None:
+    def __init__(self, task: SaveTask, arena: Arena, holder: int, request: int, trainer_pid: int = 0) -> None:
         self.task = task
         self.arena = arena
+        self.trainer_pid = trainer_pid
         self.holder = holder  # the connection to answer to
         self.request = request
         self.state = QUEUED
@@ -55,6 +60,7 @@ class Work:
         self.write_s = 0.0
         self.staged_at = time.monotonic()  # begun, until it is staged
         self.keys: list[str] = []  # what it has created in the store, and may remove again
+        self.thread: threading.Thread | None = None  # that writes it
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -63,15 +69,29 @@ class Failure(msgspec.Struct, frozen=True):
     kind: str
     message: str
     rank: int | None
+    exit_code: int = 0  # of the cause, where it is another than that of ``kind``
 
     def error_for(self, rank: int, attempt: Attempt) -> CkptError:
-        """The error that ``rank`` is told: its own as it was, another rank's as a RankError that names it."""
+        """The error that ``rank`` is told: its own as it was, another rank's as a RankError that names it.
+
+        Either has the cause's exit code: on every rank the job ends with the same one.
+        """
         text = f"save of step {attempt.step} ({attempt.label}) failed: "
-        if self.rank is None or self.rank == rank:
-            return error_from_kind(self.kind, text + self.message)
-        if self.kind == RankError.__name__:
-            return RankError(text + self.message)
-        return RankError(f"{text}rank {self.rank}: {self.kind}: {self.message}")
+        error = error_from_kind(self.kind, text + self.message)
+        exit_code = self.exit_code or error.exit_code
+        if self.rank is not None and self.rank != rank and self.kind != RankError.__name__:
+            error = RankError(f"{text}rank {self.rank}: {self.kind}: {self.message}")
+        if error.exit_code != exit_code:
+            error.exit_code = exit_code
+        return error
+
+
+class Debris(msgspec.Struct, frozen=True):
+    """What a failed save has left, as far as this node knows."""
+
+    attempt: Attempt
+    keys: tuple[str, ...]
+    alone: bool  # whether no other node has a part in it: then the folder goes too
 
 
 class Save:
@@ -91,6 +111,10 @@ class Save:
         self.lost: set[int] = set()  # ranks of this node whose part will never come
         self.neighbours: set[int] = set()  # ranks whose trainers are connected to this keeper
         self.failure: Failure | None = None
+        self.sum = Sum()  # of the alarms in ``seen``
+        self.alarms: tuple[Alarm, ...] = ()  # of the step, once it exists
+        self.committed = False  # whether COMMIT is durable
+        self.debris: Debris | None = None  # what could not be removed when it had failed
         self.progress_at = time.monotonic()
 
     def add(self, rank: int, work: Work) -> None:
@@ -159,7 +183,9 @@ class Save:
     def saw(self, part: SeenPart) -> None:
         """A part is durable."""
         with self.changed:
-            self.seen[part.rank] = part
+            if part.rank not in self.seen:
+                self.sum.add(part.rank, part.alarms)
+            self.seen[part.rank] = msgspec.structs.replace(part, alarms=())
             self._progress()
 
     def stirred(self) -> None:
@@ -177,7 +203,19 @@ class Save:
         """The save cannot become a step; the first failure is the one that is told."""
         with self.changed:
             if self.failure is None:
-                self.failure = Failure(type(error).__name__, str(error), rank)
+                self.failure = Failure(type(error).__name__, str(error), rank, error.exit_code)
+            self._progress()
+
+    def go_on(self) -> None:
+        """Raises SaveAbandoned when the save has failed: asked before what cannot be taken back."""
+        with self.changed:
+            if self.failure is not None:
+                raise SaveAbandonedError
+
+    def has_commit(self) -> None:
+        """COMMIT is durable: whatever happens now, the step exists."""
+        with self.changed:
+            self.committed = True
             self._progress()
 
     def set_state(self, work: Work, state: str) -> None:

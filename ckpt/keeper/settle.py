@@ -10,7 +10,7 @@ import msgspec
 
 from ckpt.errors import KeeperError
 from ckpt.keeper import protocol
-from ckpt.keeper.place import all_places
+from ckpt.keeper.place import Place, all_places
 from ckpt.keeper.saves import name_ranks
 from ckpt.keeper.start import ATTACH_TIMEOUT_S, Link, attach, living_pid
 
@@ -43,6 +43,15 @@ def keepers() -> list[protocol.Status | Silent]:
         elif (pid := living_pid(place)) is not None:
             found.append(Silent(pid, place.path("log")))
     return found
+
+
+def answers(place: Place) -> bool:
+    """Whether the keeper of a place answers a question, or is gone."""
+    link = attach(place)
+    if link is None:
+        return living_pid(place) is None
+    with link.socket:
+        return _ask(link) is not None or living_pid(place) is None
 
 
 def settle(run_url: str, timeout_s: float) -> list[str]:

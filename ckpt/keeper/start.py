@@ -22,8 +22,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ckpt.errors import CkptError, KeeperError, error_from_kind
+from ckpt.holds import process_identity
 from ckpt.keeper import protocol
-from ckpt.keeper.place import Place, process_identity
+from ckpt.keeper.place import Place
 
 START_TIMEOUT_S = 60.0  # Python on a cold network file system takes its time
 ATTACH_TIMEOUT_S = 5.0
@@ -247,10 +248,7 @@ def _shake_hands(sock: socket.socket, secret: bytes, rank: int | None, identity:
     def answer() -> protocol.FromKeeper:
         while (body := frames.frame()) is None:
             receive()
-        try:
-            message = protocol.from_keeper.decode(body)
-        except msgspec.DecodeError as error:
-            raise KeeperError(f"the keeper answers nonsense: {error}") from None
+        message = protocol.message_of(body, protocol.from_keeper)
         if isinstance(message, protocol.Failed):
             raise error_from_kind(message.kind, message.message)
         return message

@@ -1,4 +1,4 @@
-"""Which committed attempts are live, and which a retention policy lets go. Pure."""
+"""Which committed attempts are live, and why the others are not. Pure."""
 
 from __future__ import annotations
 
@@ -69,21 +69,3 @@ def candidates(writers: Sequence[Writer], attempts: Iterable[Attempt]) -> list[A
     limits = cutoffs(writers)
     visible = [a for a in attempts if a.writer in limits and not limits[a.writer].hides(a.step)]
     return sorted(visible, key=lambda a: (a.step, a.writer, a.save), reverse=True)
-
-
-def to_delete(
-    states: dict[Attempt, tuple[str, str]], keep_last: int | None, keep_every: int | None = None
-) -> list[Attempt]:
-    """The attempts that retention lets go, oldest first: live steps but the newest ``keep_last`` and
-    the multiples of ``keep_every``, and attempts that a live one of the same step superseded.
-
-    ``keep_last=None`` keeps everything. The newest live step is never in the answer, nor is an
-    abandoned one (``ckpt prune`` asks for those).
-    """
-    if keep_last is None:
-        return []
-    live = sorted(attempt for attempt, (state, _) in states.items() if state == LIVE)
-    kept = set(live[-max(1, keep_last) :])
-    gone = [a for a in live if a not in kept and not (keep_every and a.step % keep_every == 0)]
-    gone += [a for a, (state, _) in states.items() if state == SUPERSEDED]
-    return sorted(gone)

@@ -1,8 +1,8 @@
 """Reading the tensors and values of one committed step, without torch: what verify, diff, restore and show stand on.
 
-Every byte that is handed out was digested first: a chunk that is not what its part says raises
-DamagedError with file, tensor, chunk and both digests. Memory is bounded by the caller's own
-buffer plus one chunk.
+Every byte that is handed out was digested first. What is not what COMMIT pins, is missing or cannot be read is taken
+from where it is right (``ckpt.reading.sources``: tiers, parity) and told by ``repaired``; where nothing has it,
+DamagedError names file, tensor, chunk and both digests. Memory is bounded by the caller's own buffer plus one chunk.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpt.errors import BadInputError, DamagedError, NotFoundError
+from ckpt.errors import BadInputError, CkptError, DamagedError, NotFoundError, StoreError
 from ckpt.format import records
 from ckpt.format.chunk import RAW, decode_chunk
 from ckpt.format.commit import Attempt, Commit
-from ckpt.format.layout import Layout, Tensor
+from ckpt.format.layout import Layout, Tensor, decode_layout, layout_key
 from ckpt.format.part import DataFile, Part, RankTensor
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.format.values import decode
@@ -25,8 +25,10 @@ from ckpt.plan.files import Entry, file_tables
 from ckpt.plan.load import Placed, Shares, share
 from ckpt.reading.fetch import Fetch, Landing, bounce
 from ckpt.reading.shards import FileShards, check_digest, chunk_text, part_files, shard_digests, wrong_digest
+from ckpt.reading.sources import Repaired, Sources, Unopened
+from ckpt.reading.spans import chunk_span, header_span
 from ckpt.reading.tree import merge_values, without_torch
-from ckpt.run import Run, StepState
+from ckpt.run import LAYOUT_LIMIT_NBYTES, Run, StepState, as_damage, part_of
 from ckpt.store.base import Seen, Source
 
 CACHED_SHARDS = 500_000  # of all ranks together; some 150 bytes each
@@ -42,6 +44,7 @@ class StepReader:
 
     def __init__(self, run: Run, attempt: Attempt, commit: Commit) -> None:
         self.run, self.attempt, self.commit = run, attempt, commit
+        self.sources = Sources(run, attempt, commit)
         self._layout_of: dict[int, str] = {}
         for ref in commit.layouts:
             for first, last in ref.ranks:
@@ -55,6 +58,7 @@ class StepReader:
         self._tables: OrderedDict[int, dict[str, list[tuple[FileShards, Placed]]]] = OrderedDict()
         self._own: dict[int, tuple[RankTensor, ...]] = {}
         self._last_part: Part | None = None
+        self._looked_at: set[str] = set()  # data files
         self._cached_shards = 0
 
     @classmethod
@@ -75,10 +79,24 @@ class StepReader:
         """A file of this step, for messages."""
         return f"{self.run.url}/{self.run.key(self.attempt, name)}"
 
+    def repaired(self) -> list[Repaired]:
+        """What was damaged or missing so far and came from elsewhere."""
+        return self.sources.repaired()
+
     def layout_boxes(self, digest: str) -> LayoutBoxes:
         """The layout of that digest, with its arithmetic."""
         if digest not in self._boxes:
-            self._boxes[digest] = LayoutBoxes(self.run.layout(digest))
+            try:
+                layout = self.run.layout(digest)
+            except (DamagedError, StoreError) as error:
+                layout, _ = self.sources.small(
+                    layout_key(digest), lambda raw, _: decode_layout(raw, digest), LAYOUT_LIMIT_NBYTES, error
+                )
+            most = max((max(mesh.ranks) for mesh in layout.meshes), default=0)
+            if most >= self.commit.world:  # before its meshes are laid out rank by rank
+                found = f"the layout {digest} has rank {most}"
+                raise records.damaged(self.where("COMMIT"), found, f"ranks below {self.commit.world}")
+            self._boxes[digest] = LayoutBoxes(layout)
         return self._boxes[digest]
 
     def _shares_of(self, digest: str) -> Shares:
@@ -130,7 +148,12 @@ class StepReader:
         """Rank ``rank``'s part, checked against COMMIT. Only the last one is kept: parts can be large."""
         if self._last_part is not None and self._last_part.rank == rank:
             return self._last_part
-        part = self.run.part(self.attempt, self.commit, rank)
+        try:
+            part = self.run.part(self.attempt, self.commit, rank)
+        except (DamagedError, StoreError) as error:
+            ref = self.commit.parts[rank]
+            raw, _ = self.sources.pinned(ref, error)
+            part = part_of(self.commit, rank, raw, self.where(ref.name))
         if part.layout != self.rank_layout(rank):
             raise DamagedError(
                 f"{self.where(self.commit.parts[rank].name)}: names the layout {part.layout}, "
@@ -252,23 +275,58 @@ class StepReader:
             )
 
     def open_source(self, file: DataFile, *, shared: bool = False) -> Source:
-        """A data file, opened for several reads; ``shared``: other ranks of this node read the same of it."""
-        with self._pinned(file):
-            return self.run.store.open_source(self.run.key(self.attempt, file.name), shared=shared)
+        """A data file, opened for several reads; ``shared``: other ranks of this node read the same of it.
+
+        One that cannot be opened, or is another file than its part says and found nowhere else, tells so at each read:
+        each chunk is then looked for elsewhere.
+        """
+        key = self.run.key(self.attempt, file.name)
+        try:
+            with self._pinned(file), contextlib.ExitStack() as unless_right:
+                source = unless_right.enter_context(self.run.store.open_source(key, shared=shared))
+                if file.name not in self._looked_at:
+                    self._look_at(file, key, source)
+                unless_right.pop_all()
+                return source
+        except (DamagedError, StoreError) as error:
+            return Unopened(error)
+
+    def _look_at(self, file: DataFile, key: str, source: Source) -> None:
+        """What no chunk's digest covers, once: a file of another size or with another header is not this save's."""
+        size = self.run.store.size(key)
+        if size != file.nbytes:
+            self.sources.size(file, DamagedError(f"{self.where(file.name)}: {size} bytes, its part says {file.nbytes}"))
+        if file.encoding == RAW:
+            header = memoryview(bytearray(file.header_nbytes))
+            try:
+                source.read_into(0, header)
+                check_digest(header, file.header_digest, f"{self.where(file.name)}: header")
+            except (DamagedError, StoreError) as error:
+                self.sources.span(file.name, header_span(file), error)
+        self._looked_at.add(file.name)
 
     def fetch(self, fetch: Fetch, source: Source | None = None) -> None:
         """Read one chunk, check it, and put its elements where they go. Safe to call from several threads at once.
 
         ``source`` is the fetch's file, opened; else it is opened for this.
         """
-        file, chunk = fetch.file, fetch.chunk
-        view = fetch.place()
-        if view is not None:
-            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view, source)
-        else:
-            view = bounce(chunk.nbytes) if isinstance(fetch.into, memoryview) else fetch.into.room(chunk.nbytes)
-            self.read_chunk(file, chunk.entry, chunk.index, chunk.offset, view, source)
+        view = place = fetch.place()
+        if view is None:
+            nbytes = fetch.chunk.nbytes
+            view = bounce(nbytes) if isinstance(fetch.into, memoryview) else fetch.into.room(nbytes)
+        chunk = fetch.chunk
+        try:
+            self.read_chunk(fetch.file, chunk.entry, chunk.index, chunk.offset, view, source)
+        except (DamagedError, StoreError) as error:
+            self._repair(fetch, view, error)
+        if place is None:
             fetch.land(view)
+
+    def _repair(self, fetch: Fetch, view: memoryview, error: CkptError) -> None:
+        """Fill ``view`` with a chunk's bytes from wherever they are right, else raise ``error``."""
+        file, chunk = fetch.file, fetch.chunk
+        span = chunk_span(file, chunk.entry, chunk.index, chunk.offset, chunk.nbytes)
+        view[:] = self.sources.span(file.name, span, error)[1]
 
     def fetch_together(self, fetches: Sequence[Fetch], source: Source | None = None) -> None:
         """The same for neighbouring small chunks of one raw file, in the order of their offsets, with one read."""
@@ -278,13 +336,19 @@ class StepReader:
         file, start = fetches[0].file, fetches[0].chunk.offset
         last = fetches[-1].chunk
         span = bounce(last.offset + last.nbytes - start)
-        self._read_at(file, file.header_nbytes + start, span, source)
+        unread: CkptError | None = None
+        try:
+            self._read_at(file, file.header_nbytes + start, span, source)
+        except (DamagedError, StoreError) as error:
+            unread = error
         for fetch in fetches:
             chunk = fetch.chunk
             view = span[chunk.offset - start : chunk.offset - start + chunk.nbytes]
-            found = records.digest(view)
-            if found != file.chunks[chunk.index]:
-                raise wrong_digest(found, file.chunks[chunk.index], self._what(file, chunk.entry, chunk.offset))
+            wanted = file.chunks[chunk.index]
+            if unread is not None:
+                self._repair(fetch, view, unread)
+            elif (found := records.digest(view)) != wanted:
+                self._repair(fetch, view, wrong_digest(found, wanted, self._what(file, chunk.entry, chunk.offset)))
             place = fetch.place()
             if place is not None:
                 place[:] = view
@@ -313,7 +377,7 @@ class StepReader:
     def read_chunk(
         self, file: DataFile, entry: Entry, index: int, offset: int, into: memoryview, source: Source | None = None
     ) -> None:
-        """Fill ``into`` with one chunk and check its digest.
+        """Fill ``into`` with one chunk as it lies in its file, and check its digest.
 
         ``index`` is its place among the file's chunks, ``offset`` its place in the payload, ``source`` the opened file.
         """
@@ -348,6 +412,8 @@ class StepReader:
             yield
         except NotFoundError:
             raise DamagedError(f"{self.where(file.name)}: missing, though COMMIT needs it") from None
+        except StoreError as error:
+            raise as_damage(error) from error.__cause__
 
     def _placed(self, rank: int, name: str, piece: Box) -> tuple[FileShards, Placed]:
         if rank not in self._tables:

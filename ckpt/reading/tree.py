@@ -8,19 +8,29 @@ from typing import Any
 
 from ckpt.errors import DamagedError
 from ckpt.format import records
+from ckpt.format.nodes import short
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef, encode
 
 _TORCH_TAGS = ("torch.dtype", "torch.device")
 _SHOWN_BYTES = 16
+_SHOWN_BITS = 4096  # of an int in decimal: Python refuses some 4,300 digits, and takes time by their square before
 
 
 def without_torch(node: Any) -> Any:
     """A node of typed JSON in which torch's dtypes, devices and sizes are plain text and tuples.
 
-    Decoding it needs no torch. The text is what ``str`` gives: ``torch.float32``, ``cuda:0``.
+    Decoding it needs no torch. The text is what ``str`` gives: ``torch.float32``, ``cuda:0``. DamagedError for
+    a node that is nested without end.
     """
+    try:
+        return _without_torch(node)
+    except RecursionError:
+        raise DamagedError("nested too deep for the stack that is left") from None
+
+
+def _without_torch(node: Any) -> Any:
     if isinstance(node, list):
-        return [without_torch(item) for item in node]
+        return [_without_torch(item) for item in node]
     if not isinstance(node, dict):
         return node
     tag = node.get("t")
@@ -28,7 +38,7 @@ def without_torch(node: Any) -> Any:
         return f"torch.{node['v']}" if tag == "torch.dtype" else node["v"]
     if tag == "torch.Size":
         return {**node, "t": "tuple"}
-    return {key: without_torch(value) for key, value in node.items()}
+    return {key: _without_torch(value) for key, value in node.items()}
 
 
 def merge_values(mine: Any, other: Any, where: str) -> Any:
@@ -64,8 +74,10 @@ def _merge_groups(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> li
 
 def readable(tree: Any, tensor_text: Callable[[str], str] = lambda name: f"<tensor {name}>") -> Any:
     """A tree as JSON that people read: types that JSON has not become text. Not meant to be read back."""
-    if tree is None or isinstance(tree, (bool, int, str)):
+    if tree is None or isinstance(tree, (bool, str)):
         return tree
+    if isinstance(tree, int):
+        return tree if tree.bit_length() <= _SHOWN_BITS else hex(tree)
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else str(tree)
     if isinstance(tree, TensorRef):
@@ -81,7 +93,7 @@ def readable(tree: Any, tensor_text: Callable[[str], str] = lambda name: f"<tens
     if isinstance(tree, Mapping):
         result: dict[str, Any] = {}
         for key, value in tree.items():
-            text = key if isinstance(key, str) else repr(key)
+            text = key if isinstance(key, str) else _text(key)
             while text in result:  # the keys 1 and "1" in one dict
                 text = f"{text} ({type(key).__name__})"
             result[text] = readable(value, tensor_text)
@@ -93,7 +105,14 @@ def readable(tree: Any, tensor_text: Callable[[str], str] = lambda name: f"<tens
         return [readable(item, tensor_text) for item in tree]
     if isinstance(tree, (set, frozenset)):
         return sorted((readable(item, tensor_text) for item in tree), key=repr)
-    return str(tree) if type(tree).__module__ == "datetime" else repr(tree)
+    return str(tree) if type(tree).__module__ == "datetime" else _text(tree)
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an int in it has more digits than Python writes
+        return short(value)
 
 
 def leaves(tree: Any, path: str) -> dict[str, tuple[str, str]]:
@@ -110,7 +129,7 @@ def _walk(tree: Any, path: str, found: dict[str, tuple[str, str]]) -> None:
         tree = {"optimizer": tree.prefix, "groups": tree.groups, "state": tree.state}
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
-            _walk(value, f"{path}[{key!r}]", found)
+            _walk(value, f"{path}[{_text(key)}]", found)
         return
     if type(tree) in {list, tuple} and tree and not all(isinstance(item, (int, float)) for item in tree):
         for index, value in enumerate(tree):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ckpt.errors import BadInputError, SaveFailedError
+from ckpt.errors import BadInputError
 from ckpt.snapshot.copy import as_integers, copy_into
 
 LATE_MIN_NBYTES = 64 << 10  # what is smaller is copied at once: cheaper than to look after it
@@ -68,7 +68,7 @@ def _steps_in_backward(parameter: torch.Tensor) -> bool:
 class Overlap:
     """One snapshot's late tensors on their way. ``finish`` is called once, from another thread, when all is copied.
 
-    It gets None, or what went wrong: a SaveFailedError naming the tensors that changed meanwhile.
+    It gets None, or what went wrong: a BadInputError naming the tensors that changed meanwhile.
     ``progress`` is told how many bytes of the arena are final, all earlier ones having been copied before. The
     tensors are held until then.
     """
@@ -144,7 +144,7 @@ class Overlap:
                 changed.append(one.name)
         if changed:
             names = ", ".join(changed[:10]) + (f" and {len(changed) - 10} more" if len(changed) > 10 else "")
-            raise SaveFailedError(
+            raise BadInputError(
                 f"{names}: changed while a save with overlap=True was still copying; change what an optimizer "
                 "owns in its steps only, or save without overlap"
             )

@@ -15,6 +15,7 @@ from ckpt.state.kinds import DICTS, LISTS, check_state, is_object, is_per_rank, 
 from ckpt.state.model import ModuleWalk, escaped_key
 from ckpt.state.optimizer import flatten_optimizer
 from ckpt.state.records import FlatState, PerRank, TensorLeaf
+from ckpt.state.rng import RNG
 from ckpt.state.tensors import Inspector, array_tensor, is_ndarray
 
 MAX_DEPTH = 200  # containers in containers, as in ckpt.format.values
@@ -43,6 +44,8 @@ def flatten(state: Mapping[str, Any], *, rank: int, world: int, inspector: Inspe
         rank_values=flattener.rank_values,
         optimizers=flattener.optimizers,
         stepped=flattener.stepped,
+        trained=flattener.trained,
+        generators=flattener.generators,
     )
 
 
@@ -58,6 +61,8 @@ class Flattener:
         self.trusted: set[int] = set()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.stepped: set[str] = set()
+        self.trained: set[str] = set()
+        self.generators: list[str] = []
         self._world = world
         self.inspector = inspector
         self._depth = 0
@@ -141,6 +146,8 @@ class Flattener:
             raise UnsupportedValueError(f"{name}: per_rank inside per_rank; declare the outer one only")
         self._own_rank = True
         inner = value.value if isinstance(value, PerRank) else value
+        if isinstance(inner, RNG):
+            self.generators.append(name)
         # A random generator is per rank by itself, so it must not be taken for a second declaration.
         self.rank_values[name] = self._object(inner, path) if is_per_rank(inner) else self.tree(inner, path)
         self._own_rank = False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.errors import BadInputError, CkptError
+from ckpt.errors import BadInputError, CkptError, DamagedError
 from ckpt.format.names import Component, join_name
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef
 from ckpt.plan.boxes import whole_box
@@ -106,8 +106,11 @@ class Loading:
     # -- stored tensors ---------------------------------------------------------------------
 
     def stored(self, name: str) -> StoredTensor:
-        """What the step says of a tensor of its own (no alias)."""
-        return StoredTensor(*self._tensors[name])
+        """What the step says of a tensor of its own (no alias). DamagedError for one that is not there."""
+        found = self._tensors.get(name)
+        if found is None:
+            raise DamagedError(f"a value stands for the tensor {name[:200]!r}, which the step does not have")
+        return StoredTensor(*found)
 
     def resolve(self, name: str) -> str | None:
         """The name under which the step holds the tensor, itself or through an alias; None when it has none."""
@@ -404,6 +407,8 @@ class Loading:
 
     @contextlib.contextmanager
     def _source(self, rank: int) -> Iterator[None]:
+        if self._from_rank is not None:
+            raise DamagedError(f"a value of rank {rank}'s own stands for another such value, without end")
         everyone = self._stored.all_rank_tensors
         tensors = self._stored.rank_tensors if self._stored.rank_values is not None else (everyone or {rank: {}})[rank]
         before = self._tensors, self.aliases, self._from_rank

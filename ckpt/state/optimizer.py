@@ -51,6 +51,8 @@ def flatten_optimizer(
                 raise UnsupportedValueError(_nameless(node.prefix, parameter, position, index))
             names[id(parameter)] = name
             here.append(name)
+            if parameter.requires_grad and not sink.own_rank:
+                sink.trained.add(name)
         if not sink.own_rank:  # a rank's own tensors have their own names
             sink.stepped.update(here)
         saved: dict[str, Any] = {

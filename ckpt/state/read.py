@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ckpt.errors import BadInputError, DamagedError
 from ckpt.format.names import unescape
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef
 from ckpt.plan.boxes import whole_box
@@ -53,8 +54,15 @@ class _Reader:
     def _tensor(self, name: str) -> Any:
         made = self._made.get((self._rank, name))
         if made is None:
-            stored = StoredTensor(*self._tensors[name])
-            made = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
+            found = self._tensors.get(name)
+            if found is None:
+                raise DamagedError(f"a value stands for the tensor {name[:200]!r}, which the step does not have")
+            stored = StoredTensor(*found)
+            try:
+                made = torch.empty(stored.shape, dtype=dtype_of(stored.dtype))
+            except RuntimeError as error:
+                shape = list(stored.shape)
+                raise BadInputError(f"tensor {name[:200]!r}: no memory for {stored.dtype} {shape}: {error}") from None
             box = whole_box(stored.shape)
             if box.numel:
                 self.reads.append(Read(name, box, made, stored.dtype, self._rank))
@@ -89,6 +97,8 @@ class _Reader:
         return {"state": state, "param_groups": [self.build(group) for group in node.groups]}
 
     def _all_ranks(self, node: RankRef) -> list[Any]:
+        if self._rank is not None:
+            raise DamagedError(f"a value of rank {self._rank}'s own stands for another such value, without end")
         stored = self._stored
         if stored.all_rank_values is None:
             rank_values, rank_tensors = [stored.rank_values or {}], [stored.rank_tensors]

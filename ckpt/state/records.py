@@ -42,7 +42,8 @@ class FlatState(msgspec.Struct, frozen=True, eq=False):
 
     ``values`` (top-level key -> tree) hold TensorRef, RankRef, ModuleNode and OptimizerNode where
     something is stored elsewhere; ``rank_values`` and ``rank_tensors`` are this rank's own. ``optimizers`` are
-    those in the state, and ``stepped`` the names in ``tensors`` that only their steps change.
+    those in the state, ``stepped`` the names in ``tensors`` that only their steps change, and ``trained`` those of
+    parameters that these steps should change. ``generators`` are the keys of random states in ``rank_values``.
     """
 
     tensors: list[TensorLeaf]
@@ -52,6 +53,8 @@ class FlatState(msgspec.Struct, frozen=True, eq=False):
     rank_values: dict[str, Any]
     optimizers: list[torch.optim.Optimizer]
     stepped: set[str]
+    trained: set[str] = set()
+    generators: list[str] = []
 
 
 class StoredTensor(NamedTuple):

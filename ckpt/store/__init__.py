@@ -22,21 +22,48 @@ TEST_STORE_ENV = "CKPT_TEST_STORE"  # JSON; wraps every store this process opens
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)://")
 _COLLAPSED = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|adl|hf|http|https|memory|file):/(?!/)")
-_SUPPORTED = "a path, or a file:// URL"
+_SUPPORTED = "a path, a file:// URL, or a URL that fsspec knows (sftp://, memory://, fsspec+s3://, …)"
+_BY_PREFIX = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl"}  # through fsspec only where that is asked for
+_NO_STORES = {"http", "https", "data"}  # nothing can be listed or written there
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
     """The store at a path or URL; nothing is created, and nothing read but the root's kind.
 
     A path is taken as it is (``~`` stands for itself) and made absolute, as ``store.url``.
-    Raises BadInputError for an empty path, a URL that no store takes, and a root that is no folder.
+    Raises BadInputError for an empty path, a URL that no store takes, and a root that is no folder; StoreError for a
+    storage that cannot be reached.
     """
-    store: Store = LocalStore(_local_path(url))
+    address = _fsspec_url(url)
+    store: Store = LocalStore(_local_path(url)) if address is None else _fsspec_store(address)
     spec = os.environ.get(TEST_STORE_ENV)
     if spec:
         # By name, so that no room depends on the testing room; the keeper is reached this way too.
         store = cast("Store", importlib.import_module("ckpt.testing").wrap(store, spec))
     return store
+
+
+def _fsspec_url(url: str | os.PathLike[str]) -> str | None:
+    """The URL if it is one for fsspec; BadInputError for a URL that no store takes."""
+    scheme = _SCHEME.match(url) if isinstance(url, str) else None
+    if scheme is None or scheme[1].lower() == "file":
+        return None
+    assert isinstance(url, str)
+    name, rest = scheme[1].lower(), url[scheme.end() :]
+    inner = name.removeprefix("fsspec+")
+    if "::" in name or inner in _NO_STORES or name in _BY_PREFIX or "\0" in url:
+        hint = f"; fsspec+{name}:// goes through fsspec" if name in _BY_PREFIX else ""
+        raise BadInputError(f"{url!r}: no store takes {scheme[1]}:// URLs{hint}; supported: {_SUPPORTED}")
+    if inner in {"file", "local"} and not rest.startswith("/"):
+        raise BadInputError(f"{url}: a file URL has three slashes and an absolute path, fsspec+file:///data/run")
+    return f"{name}://{rest}"
+
+
+def _fsspec_store(url: str) -> Store:
+    """The module is loaded only here: fsspec takes 0.2 s to import."""
+    from ckpt.store.fsspec import FsspecStore
+
+    return FsspecStore(url)
 
 
 def _local_path(url: str | os.PathLike[str]) -> str:
@@ -51,8 +78,6 @@ def _local_path(url: str | os.PathLike[str]) -> str:
     scheme = _SCHEME.match(text)
     if scheme is None:
         return text
-    if scheme[1].lower() != "file":
-        raise BadInputError(f"{text}: no store takes {scheme[1]}:// URLs; supported: {_SUPPORTED}")
     host, slash, rest = text[scheme.end() :].partition("/")
     if host not in {"", "localhost"} or not slash:
         raise BadInputError(f"{text}: a file URL has three slashes and an absolute path, file:///data/run")

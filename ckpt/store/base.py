@@ -94,6 +94,8 @@ class Store(abc.ABC):
     """Keys to bytes. Safe to use from several threads and processes at once."""
 
     url: str  # what open_store would open again, from any process
+    in_memory: bool = False  # whether only this process sees what is in it
+    lists_at_once: bool = True  # whether ``list`` shows what the keys say; else it may lag behind them
 
     @abc.abstractmethod
     def get(self, key: str, *, limit_nbytes: int | None = None) -> bytes:
@@ -126,7 +128,17 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def create(self, key: str, data: bytes) -> None:
-        """Create-only put, durable when it returns. AlreadyExistsError when the key exists; never a torn object."""
+        """Create-only put, durable when it returns; never a torn object.
+
+        AlreadyExistsError when the key exists: then what is there is durable, too, whoever put it there.
+        """
+
+    def sync(self, key: str) -> None:
+        """Make durable what is seen under ``key``: whoever put it there may have died before it was.
+
+        NotFoundError when absent. A store that shows nothing before it is durable has nothing more to do.
+        """
+        self.size(key)
 
     @abc.abstractmethod
     def open_sink(self, key: str, nbytes: int | None = None) -> Sink:

@@ -15,13 +15,13 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from ckpt.errors import BadInputError, StoreError
+from ckpt.errors import BadInputError
 from ckpt.store import placing
 from ckpt.store.base import Sink, Source, Store
 from ckpt.store.keys import check_key, check_prefix, is_component
 from ckpt.store.local_sink import LocalSink
 from ckpt.store.local_source import DIRECT_NBYTES, OPEN_FLAGS, LocalSource, open_direct
-from ckpt.store.oserrors import quantity, store_error
+from ckpt.store.oserrors import oversized, quantity, store_error
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NETWORK_LEFTOVER = ".nfs"  # a removed file that some client still holds open; its server removes it
@@ -53,7 +53,7 @@ class LocalStore(Store):
         """The whole file."""
         with self._errors(key, "read"), self._object(key) as (file, nbytes):
             if limit_nbytes is not None and nbytes > limit_nbytes:
-                raise StoreError(f"{self._where(key)}: {quantity(nbytes)}, at most {quantity(limit_nbytes)} expected")
+                raise oversized(self._where(key), nbytes, limit_nbytes)
             data = bytearray(nbytes)
             found = _read_all(file, memoryview(data), 0)
             return bytes(data if found == nbytes else data[:found])
@@ -64,7 +64,7 @@ class LocalStore(Store):
         with self._errors(key, "read"), self._folder(components) as folder:
             file = os.open(name, OPEN_FLAGS, dir_fd=folder)
             try:
-                nbytes = self._regular_nbytes(key, os.fstat(file))
+                nbytes = _regular_nbytes(os.fstat(file))
                 direct_file = None if shared or nbytes < DIRECT_NBYTES else open_direct(folder, name, file)
             except BaseException:
                 os.close(file)
@@ -75,7 +75,7 @@ class LocalStore(Store):
         """The file's size, without opening it."""
         *components, name = check_key(key)
         with self._errors(key, "read"), self._folder(components) as folder:
-            return self._regular_nbytes(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
+            return _regular_nbytes(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def list(self, prefix: str = "") -> builtins.list[str]:
         """Files and folders with names that a key may have; others are not ckpt's."""
@@ -102,12 +102,19 @@ class LocalStore(Store):
         with self._errors(key, "write", "after 0 bytes"), self._new_folder(components) as folder:
             return LocalSink(self._where(key), folder, name, nbytes)
 
-    def delete(self, key: str) -> None:
-        """Unlink the file."""
+    def sync(self, key: str) -> None:
+        """Sync the file and its folder."""
         *components, name = check_key(key)
-        nothing = contextlib.suppress(FileNotFoundError, IsADirectoryError)  # a folder is no object
+        with self._errors(key, "sync"), self._folder(components) as folder:
+            placing.sync_found(folder, name)
+
+    def delete(self, key: str) -> None:
+        """Unlink the file. One that is not there may have been unlinked just now, by a process that died of it."""
+        *components, name = check_key(key)
+        nothing = contextlib.suppress(FileNotFoundError)
         with self._errors(key, "delete"), nothing, self._folder(components) as folder:
-            os.unlink(name, dir_fd=folder)
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder is no object
+                os.unlink(name, dir_fd=folder)
             placing.sync_folder(folder)
 
     def delete_folder(self, prefix: str) -> None:
@@ -117,7 +124,8 @@ class LocalStore(Store):
         self._durable -= {made for made in tuple(self._durable) if made[: len(gone)] == gone}
         nothing = contextlib.suppress(FileNotFoundError)
         with self._errors(prefix, "delete"), nothing, self._folder(components) as parent:
-            _remove_folder(parent, name)
+            with contextlib.suppress(FileNotFoundError):
+                _remove_folder(parent, name)
             placing.sync_folder(parent)
 
     # -- folders and errors ------------------------------------------------------------------
@@ -139,18 +147,9 @@ class LocalStore(Store):
         with self._folder(components) as folder:
             file = os.open(name, OPEN_FLAGS, dir_fd=folder)
         try:
-            yield file, self._regular_nbytes(key, os.fstat(file))
+            yield file, _regular_nbytes(os.fstat(file))
         finally:
             os.close(file)
-
-    def _regular_nbytes(self, key: str, found: os.stat_result) -> int:
-        if stat.S_ISDIR(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        if stat.S_ISLNK(found.st_mode):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        if not stat.S_ISREG(found.st_mode):
-            raise StoreError(f"{self._where(key)}: neither file nor folder; remove it")
-        return found.st_size
 
     @contextlib.contextmanager
     def _folder(self, components: Sequence[str]) -> Iterator[int]:
@@ -170,9 +169,13 @@ class LocalStore(Store):
         try:
             folder = os.open(self.root, _FOLDER)
         except FileNotFoundError:
-            _make_root(self.root)
+            os.makedirs(self.root, exist_ok=True)
+            self._durable.clear()
             folder = os.open(self.root, _FOLDER)
         try:
+            if () not in self._durable:
+                _sync_above(self.root)
+                self._durable.add(())
             for depth, component in enumerate(components, 1):
                 path = tuple(components[:depth])
                 try:
@@ -193,6 +196,17 @@ class LocalStore(Store):
             yield folder
         finally:
             os.close(folder)
+
+
+def _regular_nbytes(found: os.stat_result) -> int:
+    """A regular file's size; OSError for anything else."""
+    if stat.S_ISDIR(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EBADFD, os.strerror(errno.EBADFD))
+    return found.st_size
 
 
 def _read_all(file: int, view: memoryview, offset: int) -> int:
@@ -224,23 +238,24 @@ def _find_folder(above: int, name: str) -> int:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
 
 
-def _make_root(path: str) -> None:
-    """Make the folder and those above it, each synced into the one above."""
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_root(os.path.dirname(path))
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-    # A folder above that may be entered but not read cannot be synced; its entries are its owner's care.
-    with contextlib.suppress(PermissionError):
-        above = os.open(os.path.dirname(path), _FOLDER)
-        try:
-            placing.sync_folder(above)
-        finally:
-            os.close(above)
+def _sync_above(root: str) -> None:
+    """Make the root's own name durable, and those of the folders that it is in, up to where its file system begins.
+
+    Whoever has made them, this process or one that died before it had synced them: what is written below is no
+    safer than they are.
+    """
+    path = os.path.realpath(root)
+    device, above = os.stat(path).st_dev, []
+    while path != "/" and os.stat(path := os.path.dirname(path)).st_dev == device:
+        above.append(path)
+    for path in reversed(above):
+        # A folder that may be entered but not read cannot be synced; its entries are its owner's care.
+        with contextlib.suppress(PermissionError):
+            folder = os.open(path, _FOLDER)
+            try:
+                placing.sync_folder(folder)
+            finally:
+                os.close(folder)
 
 
 def _remove_folder(parent: int, name: str) -> None:

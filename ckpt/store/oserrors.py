@@ -22,6 +22,9 @@ _SENTENCES: dict[int, tuple[str, str]] = {
         "a symbolic link, and none is followed below the root of a run",
         "put the real file or folder there, or open the run at its real path",
     ),
+    # Opening a socket says ENXIO; a FIFO or a device is opened, without waiting, and then found to be what it is.
+    errno.EBADFD: ("neither file nor folder", "remove it"),
+    errno.ENXIO: ("neither file nor folder", "remove it"),
     errno.ENOENT: ("the folder vanished meanwhile", "check who removes files of this run"),
     errno.ENAMETOOLONG: ("the path is too long for the file system", "choose a shorter path for the run"),
     errno.EMFILE: ("too many open files in this process", "raise `ulimit -n`"),
@@ -30,6 +33,31 @@ _SENTENCES: dict[int, tuple[str, str]] = {
     errno.EINVAL: ("the file system refuses the operation", "choose another file system for the run"),
 }
 _BY_BYTES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # where it matters how far the writing came
+
+# What reading says of one object alone: a bad sector, a link or a FIFO where a file was, a file system's own checksum.
+_OF_THE_OBJECT = {
+    errno.EIO,
+    errno.ELOOP,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+    errno.ENODATA,
+    errno.EBADFD,
+    errno.ENXIO,
+    errno.EFBIG,
+}
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Whether a StoreError says that this one object cannot be read: damage, not a store that fails as a whole."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _OF_THE_OBJECT
+
+
+def oversized(where: str, nbytes: int, limit_nbytes: int) -> StoreError:
+    """The error to raise for an object that is larger than its reader allows: that object's fault, not the store's."""
+    error = StoreError(f"{where}: {quantity(nbytes)}, at most {quantity(limit_nbytes)} expected")
+    error.__cause__ = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return error
 
 
 def quantity(nbytes: int) -> str:

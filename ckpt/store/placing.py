@@ -29,7 +29,18 @@ class Placing:
         self._ways = [_by_unnamed, _by_dotted, _by_name]
 
     def place(self, folder: int, name: str, data: bytes) -> None:
-        """Put ``data`` under ``name`` in the folder of that descriptor; FileExistsError when the name is taken."""
+        """Put ``data`` under ``name`` in the folder of that descriptor.
+
+        FileExistsError when the name is taken: what has it is synced by then.
+        """
+        try:
+            self._place(folder, name, data)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # removed again meanwhile
+                sync_found(folder, name)
+            raise
+
+    def _place(self, folder: int, name: str, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):  # cheaper than to write and sync first
             os.stat(name, dir_fd=folder, follow_symlinks=False)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
@@ -44,6 +55,7 @@ class Placing:
             except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
+                    sync_folder(folder)  # what else is in the folder may be removed next
                 raise
             return
 
@@ -120,6 +132,22 @@ def write_some(file: int, rest: memoryview, offset: int) -> int:
     if written == 0:
         raise OSError(errno.EIO, "the device took no bytes")
     return written
+
+
+def sync_found(folder: int, name: str) -> None:
+    """Make a file durable that another process may have left without; FileNotFoundError when it is not there."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a link, or not ours to read: nothing that this store has made
+        pass
+    else:
+        try:
+            sync_folder(file)
+        finally:
+            os.close(file)
+    sync_folder(folder)
 
 
 def sync_folder(folder: int) -> None:

@@ -9,6 +9,10 @@
 The wrappers take any store. In another process (the keeper is one) they are put on by the environment variable
 ``CKPT_TEST_STORE``, see ``ckpt.testing.environment``; ``store_env`` writes it. Every path here is a test's own.
 
+Two more modules see below the stores, to the system calls: ``ckpt.testing.kill_points`` lets a process die by SIGKILL
+at any change to storage and any message between trainer and keeper, and ``ckpt.testing.power_cut`` makes of such a
+record all that a crash of the machine could leave on the disk.
+
 pytest is needed for ``StoreTests`` only, and imported with it.
 """
 
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.testing.crashing import Crash, CrashStore
 from ckpt.testing.environment import store_env, wrap
-from ckpt.testing.faults import BlockingStore, FaultyStore, SlowStore
+from ckpt.testing.faults import BlockingStore, FaultyStore, ShortStore, SlowStore
 from ckpt.testing.recording import Operation, RecordingStore, read_log
 from ckpt.testing.wrapped import MUTATING, READING, Tally, WrappedStore
 
@@ -35,6 +39,7 @@ __all__ = [
     "FaultyStore",
     "Operation",
     "RecordingStore",
+    "ShortStore",
     "SlowStore",
     "StoreTests",
     "Tally",

@@ -5,6 +5,7 @@ outermost), each with ``"wrap"`` and the keyword arguments of that wrapper::
 
     {"wrap": "faulty", "match": "part-*", "operation": "create", "errno": "ENOSPC", "on_nth": 2}
     {"wrap": "slow", "delay_s": 0.5, "match": "*.safetensors"}
+    {"wrap": "short", "most_nbytes": 1000}
     {"wrap": "recording", "log": "/path/file"}
     {"wrap": "blocking", "match": "COMMIT", "release": "/path/go", "waiting": "/path/waiting"}
     {"wrap": "crash", "at": 17, "log": "/path/file"}
@@ -23,7 +24,7 @@ from typing import Any
 from ckpt.errors import BadInputError
 from ckpt.store import TEST_STORE_ENV, LocalStore, Store
 from ckpt.testing.crashing import CrashStore
-from ckpt.testing.faults import BlockingStore, FaultyStore, SlowStore
+from ckpt.testing.faults import BlockingStore, FaultyStore, ShortStore, SlowStore
 from ckpt.testing.recording import RecordingStore
 from ckpt.testing.wrapped import Tally, WrappedStore
 
@@ -32,6 +33,7 @@ _WRAPPERS: dict[str, type[WrappedStore]] = {
     "crash": CrashStore,
     "faulty": FaultyStore,
     "recording": RecordingStore,
+    "short": ShortStore,
     "slow": SlowStore,
 }
 _tallies: dict[tuple[str, int], Tally] = {}  # by the variable's text and place in its list

@@ -1,14 +1,17 @@
-"""Stores that fail, dawdle or stand still, at the operation and key that a test names."""
+"""Stores that fail, dawdle, stand still or write too little, at the operation and key that a test names."""
 
 from __future__ import annotations
 
 import errno as errno_names
 import os
+import random
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ckpt.errors import BadInputError, CkptError, StoreError
+from ckpt.store import placing
 from ckpt.store.base import Sink, Store
 from ckpt.store.oserrors import quantity, store_error
 from ckpt.testing.wrapped import Tally, WrappedStore
@@ -33,6 +36,7 @@ class FaultyStore(WrappedStore):
     * ``on_nth=K``: only the K-th matching operation fails, counted from 1; ``after_nbytes`` then counts within it.
     * ``after=True``: the operation is done, and then the error raised, as when a server's answer is lost.
     * ``unless``: a path; while something is there the fault sleeps (nothing fails, nothing is counted).
+    * ``chance``: between 0 and 1; only so many of the operations that would fail do, by lot.
     * ``message``: the system's own words in the error, such as ``boom``.
 
     ``abort`` never fails. ``errno`` is a number or a name; ENOENT gives NotFoundError except while writing,
@@ -52,9 +56,11 @@ class FaultyStore(WrappedStore):
         after_nbytes: int | None = None,
         after: bool = False,
         unless: str | os.PathLike[str] | None = None,
+        chance: float = 1.0,
     ) -> None:
         super().__init__(inner, match=match, operation=operation, tally=tally)
         self.operations -= {"abort"}
+        self._chance = chance
         code = getattr(errno_names, errno, None) if isinstance(errno, str) else errno
         if not isinstance(code, int):
             raise BadInputError(f"unknown errno {errno!r}; expected a name such as ENOSPC, or a number")
@@ -80,7 +86,7 @@ class FaultyStore(WrappedStore):
 
     def _room(self, nbytes: int) -> int | None:
         """Count the operation. None: let it pass; else how many of its bytes still fit before it fails."""
-        if self._unless is not None and os.path.exists(self._unless):
+        if (self._unless is not None and os.path.exists(self._unless)) or random.random() >= self._chance:
             return None
         tally, limit = self.tally, self._after_nbytes
         with tally.lock:
@@ -102,8 +108,51 @@ class FaultyStore(WrappedStore):
         return error
 
 
+class ShortStore(WrappedStore):
+    """While a matching operation runs, the system takes at most ``most_nbytes`` of each write that is asked of it.
+
+    As a system may that is short of space, of buffers, or interrupted. For stores of local files: their
+    ``pwrite`` is what gets less.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        most_nbytes: int,
+        match: str = "*",
+        operation: str | Iterable[str] | None = None,
+        tally: Tally | None = None,
+    ) -> None:
+        super().__init__(inner, match=match, operation=operation, tally=tally)
+        if most_nbytes < 1:
+            raise BadInputError(f"most_nbytes={most_nbytes}: a write that takes nothing is an error; give 1 or more")
+        self._most_nbytes = most_nbytes
+        if placing.write_some is not _write_some:
+            placing.write_some = _write_some
+
+    def around(self, operation: str, key: str, nbytes: int, call: Callable[[], T]) -> T:  # noqa: ARG002 - all alike
+        """Calls; the writes of this thread are short meanwhile."""
+        _short.most_nbytes = self._most_nbytes
+        try:
+            return call()
+        finally:
+            del _short.most_nbytes
+
+
+_short = threading.local()
+_write_whole = placing.write_some
+
+
+def _write_some(file: int, rest: memoryview, offset: int) -> int:
+    return _write_whole(file, rest[: getattr(_short, "most_nbytes", None)], offset)
+
+
 class SlowStore(WrappedStore):
-    """Waits ``delay_s`` before each matching operation, and as long as its bytes take at ``bytes_per_s``."""
+    """Waits ``delay_s`` before each matching operation, and as long as its bytes take at ``bytes_per_s``.
+
+    With ``chance``, between 0 and 1, only before so many of them, by lot.
+    """
 
     def __init__(
         self,
@@ -114,18 +163,21 @@ class SlowStore(WrappedStore):
         tally: Tally | None = None,
         delay_s: float = 0.0,
         bytes_per_s: float | None = None,
+        chance: float = 1.0,
     ) -> None:
         super().__init__(inner, match=match, operation=operation, tally=tally)
-        self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
+        self._delay_s, self._bytes_per_s, self._chance = delay_s, bytes_per_s, chance
 
     def around(self, operation: str, key: str, nbytes: int, call: Callable[[], T]) -> T:  # noqa: ARG002 - all wait alike
         """Waits, then calls."""
-        time.sleep(self._delay_s + (nbytes / self._bytes_per_s if self._bytes_per_s else 0.0))
+        if random.random() < self._chance:
+            time.sleep(self._delay_s + (nbytes / self._bytes_per_s if self._bytes_per_s else 0.0))
         return call()
 
 
 class BlockingStore(WrappedStore):
-    """Holds each matching operation until the file ``release`` exists.
+    """Holds each matching operation until the file ``release`` exists; with ``on_nth=K`` only the K-th, counted from 1
+    while that file is not there.
 
     The file ``waiting`` is made when an operation begins to wait, so that a test can wait for that moment. After
     ``timeout_s`` the operation fails with StoreError instead of hanging the test run.
@@ -141,13 +193,21 @@ class BlockingStore(WrappedStore):
         operation: str | Iterable[str] | None = None,
         tally: Tally | None = None,
         timeout_s: float = 60.0,
+        on_nth: int | None = None,
     ) -> None:
         super().__init__(inner, match=match, operation=operation, tally=tally)
-        self._release, self._waiting, self._timeout_s = release, waiting, timeout_s
+        self._release, self._waiting, self._timeout_s, self._on_nth = release, waiting, timeout_s, on_nth
 
     def around(self, operation: str, key: str, nbytes: int, call: Callable[[], T]) -> T:  # noqa: ARG002 - any bytes wait
         """Says that it waits, waits, then calls."""
-        if not os.path.exists(self._release) and self._waiting is not None:
+        if os.path.exists(self._release):
+            return call()
+        with self.tally.lock:
+            self.tally.operations += 1
+            passes = self._on_nth not in {None, self.tally.operations}
+        if passes:
+            return call()
+        if self._waiting is not None:
             os.close(os.open(self._waiting, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
         deadline = time.monotonic() + self._timeout_s
         while not os.path.exists(self._release):

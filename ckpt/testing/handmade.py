@@ -17,6 +17,7 @@ from ckpt.format import records
 from ckpt.format.chunk import RAW, chunk_spans, encode_zstd
 from ckpt.format.commit import HF_INDEX, Attempt, Commit, FileRef, LayoutRef
 from ckpt.format.layout import encode_layout, layout_key
+from ckpt.format.parity import Member, Parity, encode_parity, record_name, xor_into, xor_name
 from ckpt.format.part import DataFile, PackedChunk, Part, RankTensor, data_name, encode_part, part_name
 from ckpt.format.safetensors import DTYPE_NBYTES, HeaderEntry, build_header, st_dtype
 from ckpt.format.values import encode, values_digest
@@ -71,11 +72,16 @@ def write_step(
     own: Sequence[RankOwn] = (),
     aliases: Mapping[str, str] | None = None,
     encoding: str = RAW,
+    parity: Sequence[Sequence[int]] = (),
+    extra: Mapping[str, bytes] | None = None,
     writer: int | None = None,
     commit: bool = True,
     created_unix_s: float | None = None,
 ) -> Attempt:
-    """Write one attempt, and with ``commit`` make it a step. ``writer`` None: the newest, or a first one."""
+    """Write one attempt, and with ``commit`` make it a step. ``writer`` None: the newest, or a first one.
+
+    ``parity``: sets of ranks, each of which gets a parity file. ``extra``: files that COMMIT pins besides, by name.
+    """
     if writer is None:
         numbers = [record.number for record in run.writers()]
         writer = numbers[-1] if numbers else run.open_writer(job="by hand", world=world, resumed_from=None).number
@@ -87,6 +93,7 @@ def write_step(
     nodes = {key: encode(tree, f"state[{key!r}]") for key, tree in (values or {}).items()}
     data = {tensor.name: tensor for tensor in tensors}
     parts = []
+    written: list[list[DataFile]] = []
     for rank in range(world):
         index = next(i for i, group in enumerate(groups) if rank in group.ranks)
         mine = own[rank] if rank < len(own) else RankOwn()
@@ -94,6 +101,7 @@ def write_step(
         tables = file_tables(layouts[index], rank, rank_tensors, LayoutBoxes(layouts[index]))
         whole = {**data, **{tensor.name: tensor for tensor in mine.tensors}}
         files = [_write_file(run, attempt, rank, world, table, whole, encoding) for table in tables.values()]
+        written.append(files)
         part = Part(
             format=records.FORMAT,
             step=step,
@@ -110,6 +118,8 @@ def write_step(
         parts.append(_put(run, attempt, part_name(rank, world), encode_part(part)))
     index_raw = hf_index(layouts, world) if encoding == RAW else None
     pinned = [] if index_raw is None else [_put(run, attempt, HF_INDEX, index_raw)]
+    pinned += [_put(run, attempt, name, raw) for name, raw in (extra or {}).items()]
+    pinned += [_write_parity(run, attempt, ranks, written) for ranks in parity]
     if commit:
         refs = [
             LayoutRef(digest, len(raw), _ranges(group.ranks))
@@ -203,6 +213,28 @@ def _write_file(
     with run.store.open_sink(run.key(attempt, name), len(content)) as sink:
         sink.write(content)
     return file
+
+
+def _write_parity(run: Run, attempt: Attempt, ranks: Sequence[int], written: Sequence[Sequence[DataFile]]) -> FileRef:
+    lowest, world = min(ranks), len(written)
+    members = tuple(Member(rank, file.name, file.nbytes) for rank in sorted(ranks) for file in written[rank])
+    total = bytearray(max((member.nbytes for member in members), default=0))
+    for member in members:
+        xor_into(memoryview(total), run.store.get(run.key(attempt, member.name)))
+    if members:
+        with run.store.open_sink(run.key(attempt, xor_name(lowest, world)), len(total)) as sink:
+            sink.write(memoryview(total))
+    record = Parity(
+        format=records.FORMAT,
+        step=attempt.step,
+        attempt=attempt.label,
+        world=world,
+        members=members,
+        name=xor_name(lowest, world),
+        nbytes=len(total),
+        chunks=tuple(records.digest(total[offset : offset + n]) for offset, n in chunk_spans(len(total))),
+    )
+    return _put(run, attempt, record_name(lowest, world), encode_parity(record))
 
 
 def cut(data: bytes, shape: Sequence[int], box: Box, dtype: str) -> bytes:

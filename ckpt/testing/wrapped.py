@@ -57,6 +57,7 @@ class WrappedStore(Store):
     ) -> None:
         self.inner = inner
         self.url = inner.url
+        self.in_memory, self.lists_at_once = inner.in_memory, inner.lists_at_once
         self.match = match
         names = self.default_operation if operation is None else operation
         self.operations = frozenset(
@@ -103,6 +104,10 @@ class WrappedStore(Store):
     def open_source(self, key: str, *, shared: bool = False) -> Source:
         """The inner store's, wrapped."""
         return WrappedSource(self, self.inner.open_source(key, shared=shared), key)
+
+    def sync(self, key: str) -> None:
+        """The inner store's own, at no time matched: it changes nothing that a reader sees."""
+        self.inner.sync(key)
 
     def size(self, key: str) -> int:
         """The inner store's."""

@@ -2,119 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import random
 import shutil
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import ckpt
-from ckpt.engine.job import keeper_client
 from ckpt.engine.retention import prune
-from ckpt.keeper.client import settle
-from ckpt.keeper.place import process_identity
 from ckpt.reading.verify import verify_all
 from ckpt.run import Run
-from tests.ranks import PRELOAD
+from tests.crash.random_kills import kill_again_and_again
 
-ELEMENTS = (1 << 20) // 4
 ROUNDS = 50
-MODES = ("trainer", "keeper", "trainer", "trainer, keeper", "trainer", "keeper, trainer")
-LONG_S = 60.0
-
-
-def save_on(told: Connection, run: str, environment: dict[str, str]) -> None:
-    """Restore, then save one step after the other, telling what is staged and what is committed.
-
-    When its keeper has gone it saves once more, with another one, and ends.
-    """
-    os.environ.update(environment)
-    os.dup2(os.open(f"{run}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    torch.set_num_threads(1)
-    state = {"w": torch.zeros(ELEMENTS)}
-    # Saves that went with the old keeper, and that nobody was told of before the last save, are told at the end.
-    with contextlib.suppress(ckpt.KeeperError), ckpt.Checkpointer(run, state, keep=ckpt.keep(last=3)) as checkpointer:
-        step = checkpointer.restored_step or 0
-        assert torch.equal(state["w"], torch.full((ELEMENTS,), float(step)))
-        keeper = keeper_client(0).keeper_pid
-        told.send(("restored", checkpointer.restored_step))
-        told.send(("keeper", keeper))
-        pendings: list[ckpt.PendingSave] = []
-        while True:
-            step += 1
-            state["w"].fill_(step)
-            with contextlib.suppress(ckpt.KeeperError):
-                pendings.append(checkpointer.save(step))
-                if keeper_client(0).keeper_pid != keeper:
-                    told.send(("saved with another keeper", pendings[-1].result(LONG_S).step))
-                    return
-            for pending in pendings[-3:]:
-                if pending.committed:
-                    told.send(("committed", pending.step))
-                elif pending.staged:
-                    told.send(("staged", pending.step))
-
-
-def hear(ours: Connection) -> list[tuple[str, Any]]:
-    """All that a process that has ended has told."""
-    heard = []
-    with contextlib.suppress(EOFError):
-        while True:
-            heard.append(ours.recv())
-    return heard
-
-
-def kill_again_and_again(run: str, rounds: int, seed: int) -> tuple[int, int]:
-    """One job, killed and started again; the newest step in the end, and how many attempts were cut short."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    environment = {"CKPT_JOB": run, "CKPT_LINGER_S": "10", "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
-    moments = random.Random(seed)
-    newest, keepers, cut_short = 0, {}, set()
-    for number in range(rounds):
-        mode = MODES[number % len(MODES)]
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=save_on, args=(theirs, run, environment))
-        process.start()
-        theirs.close()
-        try:
-            (_, restored), (_, keeper) = ours.recv(), ours.recv()
-            assert (restored or 0) == newest, f"round {number}"
-            keepers[keeper] = process_identity(keeper)
-            time.sleep(moments.uniform(0.005, 0.2))
-            for name in mode.split(", "):
-                os.kill(keeper if name == "keeper" else process.pid, signal.SIGKILL)
-            heard = hear(ours)
-        except BaseException:
-            process.kill()
-            print(Path(f"{run}.stderr").read_text()[-3000:])  # noqa: T201 - shown when the test fails
-            raise
-        finally:
-            process.join(LONG_S)
-            ours.close()
-        assert process.exitcode == (0 if mode == "keeper" else -signal.SIGKILL), (number, mode)
-        assert settle(run, LONG_S) == []
-        promised = {step for kind, step in heard if kind != "staged" or mode == "trainer"}
-        assert mode != "keeper" or heard[-1][0] == "saved with another keeper"
-        before, newest = newest, ckpt.latest(run) or 0
-        assert newest >= max(before, *promised, 0), (number, mode, heard)
-        if newest:
-            assert ckpt.verify(run).ok, (number, mode)
-            assert torch.equal(ckpt.read(run)["w"], torch.full((ELEMENTS,), float(newest))), (number, mode)
-        cut_short |= {state.attempt for state in Run.open(run).survey().steps if state.commit is None}
-    for pid, identity in keepers.items():
-        if identity and process_identity(pid) == identity:
-            os.kill(pid, signal.SIGKILL)
-    return newest, len(cut_short)
+MODES = ("rank 0", "keeper", "rank 0", "rank 0, keeper", "rank 0", "keeper, rank 0")
 
 
 def test_s18_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +25,9 @@ def test_s18_fifty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     runs = [str(tmp_path / name) for name in ("one", "two")]
     with ThreadPoolExecutor() as threads:
-        outcomes = list(threads.map(kill_again_and_again, runs, [ROUNDS // 2] * 2, [18, 81]))
-    assert all(newest > ROUNDS / 4 for newest, _ in outcomes)
-    assert sum(cut_short for _, cut_short in outcomes) > 3, "hardly a kill fell into a save"
+        survivals = list(threads.map(kill_again_and_again, runs, [ROUNDS // 2] * 2, [18, 81], [MODES] * 2))
+    assert all(survival.newest > ROUNDS / 4 for survival in survivals)
+    assert sum(survival.cut_short for survival in survivals) > 3, "hardly a kill fell into a save"
     for run in runs:
         steps = ckpt.steps(run)
         assert len(steps) >= 3

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import socket
 from pathlib import Path
 
 from ckpt.format.commit import COMMIT
+from ckpt.keeper.client import KeeperClient
 from ckpt.run import Run
+from tests.cli.alarmed import FOUND, save_with_alarms
 from tests.cli.conftest import ckpt, write
+from tests.concurrency.interleave import give_metrics
 
 
 def listed(capsys, run, *options):
@@ -99,3 +104,56 @@ def test_a_damaged_layout_does_not_hide_the_step(run, capsys):
     for path in (Path(run.url) / "layouts").iterdir():
         path.write_bytes(b"")
     assert [row["tensor_nbytes"] for row in listed(capsys, run)["steps"]] == [None, None, None]
+
+
+def test_a_step_with_alarms_is_marked(url, capsys, folder):
+    """In a column that is there only when some step has any; ``?`` where the record is damaged."""
+    with KeeperClient.connect(0) as client:
+        save_with_alarms(client, url, 1, [])
+        _, out, _ = ckpt(capsys, "ls", url)
+        assert "alarms" not in out
+        save_with_alarms(client, url, 2, [])
+        save_with_alarms(client, url, 3, FOUND)
+        save_with_alarms(client, url, 4, [], float("nan"))
+    _, out, _ = ckpt(capsys, "ls", url, "--json")
+    assert [row["alarms"] for row in json.loads(out)["steps"]] == [[], [], ["not finite", "replicas"], ["not finite"]]
+    path = Path(url, "step-00000004-w1.4", "alarms.json")
+    path.write_bytes(path.read_bytes()[:-1])
+    _, out, _ = ckpt(capsys, "ls", url)
+    lines = out.splitlines()
+    assert lines[0].split()[-1] == "alarms"
+    assert [line.split("  ")[-1].strip() for line in lines[2:6]][2:] == ["not finite, replicas", "?"]
+    _, out, _ = ckpt(capsys, "ls", url, "--json")
+    assert json.loads(out)["steps"][3]["alarms"] is None
+
+
+def test_metrics_are_columns(run, capsys):
+    """As many as fit, under names that fit; all of them as JSON, NaN and the infinities as text."""
+    give_metrics(run, 100, loss=1.23456789, acc=math.nan)
+    give_metrics(run, 300, loss=-math.inf, **{"a very long name of a metric": 1e-9, "x": 1.0, "y": 2.0, "z": 3.0})
+    _, out, _ = ckpt(capsys, "ls", run.url)
+    lines = out.splitlines()
+    assert re.split("  +", lines[0])[5:9] == ["a very long nam…", "acc", "loss", "x"]
+    assert ("1.235" in lines[2], "nan" in lines[2], "-inf" in lines[4], "1e-09" in lines[4]) == (True,) * 4
+    assert lines[5] == "2 more metrics: `ckpt ls --json` has all"
+    assert [row["metrics"] for row in listed(capsys, run)["steps"]] == [
+        {"acc": "nan", "loss": 1.23456789},
+        {},
+        {"a very long name of a metric": 1e-9, "loss": "-inf", "x": 1.0, "y": 2.0, "z": 3.0},
+    ]
+    _, out, _ = ckpt(capsys, "show", run.url, "--step", 100)
+    assert "metrics  acc nan, loss 1.23457" in out
+    _, out, _ = ckpt(capsys, "show", run.url, "--step", 100, "--json")
+    assert json.loads(out)["metrics"] == {"acc": "nan", "loss": 1.23456789}
+
+
+def test_damaged_metrics(run, capsys):
+    """The steps are listed all the same, and verify names the file."""
+    give_metrics(run, 300, loss=1.0)
+    (Path(run.url) / "step-00000300-w1.3" / "metrics.json").write_bytes(b"{}")
+    _, out, _ = ckpt(capsys, "ls", run.url)
+    assert "live, latest" in out
+    assert listed(capsys, run)["steps"][-1]["metrics"] is None
+    code, out, _ = ckpt(capsys, "verify", run.url)
+    assert (code, "step-00000300-w1.3/metrics.json" in out) == (4, True)
+    assert "metrics  damaged" in ckpt(capsys, "show", run.url)[1]

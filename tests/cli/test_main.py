@@ -31,8 +31,10 @@ def every_verb(run, tmp_path):
         "ls": ["ls", run.url],
         "show": ["show", run.url],
         "verify": ["verify", run.url],
+        "repair": ["repair", run.url],
         "diff": ["diff", run.url, 100, 100],
         "restore": ["restore", run.url, tmp_path / "out"],
+        "copy": ["copy", run.url, tmp_path / "copy"],
         "rollback": ["rollback", run.url, "--to", 200],
         "prune": ["prune", run.url],
     }

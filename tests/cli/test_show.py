@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from ckpt.keeper.client import KeeperClient
+from ckpt.run import Run
+from tests.cli.alarmed import FOUND, save_with_alarms
 from tests.cli.conftest import ckpt
 
 
@@ -63,3 +67,38 @@ def test_text(run, capsys):
     assert "3 tensors" not in out
     assert "4 tensors, 8.22 kB" in out
     assert "model-00001-of-00002.safetensors" in out
+
+
+def test_alarms(url, capsys, folder):
+    """Which tensors looked wrong, in a section of its own; a step without any says nothing of it."""
+    with KeeperClient.connect(0) as client:
+        save_with_alarms(client, url, 1, [])
+        save_with_alarms(client, url, 2, FOUND)
+    code, out, _ = ckpt(capsys, "show", url, "--step", 1)
+    assert (code, "alarm " in out) == (0, False)
+    _, out, _ = ckpt(capsys, "show", url)
+    rows = [line.split("  ") for line in out.splitlines()]
+    assert [[cell.strip() for cell in row if cell.strip()] for row in rows if row[0] in {"not finite", "replicas"}] == [
+        ["not finite", "model.a", "2", "1", "rank 0"],
+        ["replicas", "model.b", "rank 0"],
+    ]
+    assert "\n2 alarms\n" in out
+    assert "features alarms" in out
+    _, out, _ = ckpt(capsys, "show", url, "--step", 1, "--alarms")
+    assert out == "0 alarms\n"
+    opened = Run.open(url)
+    document = shown(capsys, opened, "--alarms")
+    assert document["alarms"] == [
+        {"kind": "not finite", "tensor": "model.a", "nan": 2, "inf": 1, "ranks": [[0, 0]]},
+        {"kind": "replicas", "tensor": "model.b", "nan": 0, "inf": 0, "ranks": [[0, 0]]},
+    ]
+    assert "tensors" not in document
+    assert shown(capsys, opened, "--step", 1)["alarms"] == []
+    path = Path(url, "step-00000002-w1.2", "alarms.json")
+    path.write_bytes(path.read_bytes().replace(b"model.a", b"model.c"))
+    code, _, err = ckpt(capsys, "show", url)
+    assert code == 4
+    assert "alarms.json" in err
+    code, out, _ = ckpt(capsys, "ls", url)
+    assert code == 0
+    assert ckpt(capsys, "verify", url)[0] == 4

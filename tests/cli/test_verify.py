@@ -29,7 +29,7 @@ def test_damage_is_exit_code_4(run, capsys):
     code, out, err = ckpt(capsys, "verify", run.url, "--step", 200)
     assert (code, err) == (4, "")
     first, second = out.splitlines()
-    assert first.startswith("step 200 (w1.2): 1 problem (")
+    assert first.startswith("step 200 (w1.2): 1 problem, which cannot be repaired from here (")
     assert second.startswith(f"  {file}: model.w[32:64,0:32]: chunk 0: digest ")
     assert ckpt(capsys, "verify", run.url)[0] == 0
 

@@ -12,12 +12,13 @@ import torch
 
 import ckpt
 from ckpt.keeper.client import statuses
+from ckpt.plan.retention import KeepPolicy
 from ckpt.testing import store_env
 from tests.ranks import run_ranks
 
 
 def loop(
-    run: str, total: int, *, every: int = 2, seen: list[int] | None = None, keep: ckpt.Keep | None = None
+    run: str, total: int, *, every: int = 2, seen: list[int] | None = None, keep: KeepPolicy | None = None
 ) -> list[int]:
     """A loop that counts in a tensor; gives the steps it was yielded."""
     state = {"w": torch.zeros(3), "note": "new"}

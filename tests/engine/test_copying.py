@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import ckpt
-from ckpt.engine import session
+from ckpt.engine import filling
 from ckpt.snapshot.copy import copy_into
 from tests.ranks import run_ranks
 
@@ -24,12 +24,12 @@ def copy_that_fails(rank: int, world: int, run: str) -> list[str]:
     told = []
     state = {"w": ckpt.per_rank(torch.full((NUMEL,), 1.0 + rank))}
     if rank == 1:
-        session.copy_into = fails  # type: ignore[assignment]
+        filling.copy_into = fails  # type: ignore[assignment]
     try:
         ckpt.save(run, 1, state).result(60)
     except (ZeroDivisionError, ckpt.CkptError) as error:
         told.append(f"{type(error).__name__}: {error}")
-    session.copy_into = copy_into
+    filling.copy_into = copy_into
     told.append(ckpt.save(run, 1, state).result(60).attempt)
     target = {"w": ckpt.per_rank(torch.zeros(NUMEL))}
     ckpt.load(run, target)

@@ -14,6 +14,7 @@ from ckpt.format.writer import Writer, decode_writer, encode_writer, parse_write
 
 WRITER = Writer("ckpt/1", 7, "2b0e", "job 12", "node-3", 4711, 8, 200, 1_700_000_000.25)
 RAW = encode_writer(WRITER)
+PLAIN = RAW[: RAW.rindex(b',"digest"')] + b"}"  # as the first versions wrote it: nothing pins its fields
 KEY = "run/writers/000007.json"
 
 
@@ -45,8 +46,9 @@ def test_writer_round_trip():
 
 def test_other_json_of_the_same_record():
     """Another writer may space and order its JSON as it likes."""
-    spaced = msgspec.json.format(RAW, indent=2)
     fields = msgspec.json.decode(RAW)
+    del fields["digest"]  # which is of the bytes as they are
+    spaced = msgspec.json.format(msgspec.json.encode(fields), indent=2)
     backwards = msgspec.json.encode(dict(reversed(fields.items())))
     assert decode_writer(spaced, KEY) == WRITER
     assert decode_writer(backwards, KEY) == WRITER
@@ -61,24 +63,27 @@ def test_other_json_of_the_same_record():
         (b"\xff" + RAW, "not a readable ckpt record"),
         (b"[]", "not a readable ckpt record"),
         (b'{"a":' * 100_000, "not a readable ckpt record"),
-        (RAW.replace(b'"pid":4711', b'"pid":4711,"pid":4711'), "the field 'pid' twice"),
-        (RAW.replace(b'"pid":4711', b'"pid":4711,"more":{"a":1,"a":1}'), "not a readable Writer record"),
-        (RAW.replace(b'"pid":4711,', b""), "missing required field `pid`"),
-        (RAW.replace(b'"pid":4711', b'"pid":"4711"'), "Expected `int`, got `str`"),
-        (RAW.replace(b'"pid":4711', b'"pid":true'), "Expected `int`, got `bool`"),
-        (RAW.replace(b'"pid":4711', b'"pid":NaN'), "not a readable ckpt record"),
-        (RAW.replace(b'"pid":4711', b'"pid":-1'), "pid -1; expected 0 to"),
-        (RAW.replace(b'"pid":4711', b'"pid":' + b"9" * 5000), "."),
-        (RAW.replace(b'"number":7', b'"number":0'), "writer number 0; expected 1 to"),
-        (RAW.replace(b'"number":7', b'"number":99999999999999999999'), "writer number of 67 bits"),
-        (RAW.replace(b'"world":8', b'"world":-8'), "world -8; expected 0"),
-        (RAW.replace(b'"world":8', b'"world":99999999'), "world 99999999; expected 0"),
-        (RAW.replace(b'"resumed_from":200', b'"resumed_from":-1'), "resumed_from -1"),
-        (RAW.replace(b'"resumed_from":200', b'"resumed_from":null').replace(b'"world":8', b'"world":0'), "a rollback"),
-        (RAW.replace(b"1700000000.25", b"1e999"), "."),
-        (RAW.replace(b"1700000000.25", b"1e300"), "created_unix_s 1e"),
-        (RAW.replace(b"1700000000.25", b"-5.5"), "created_unix_s -5.5"),
-        (RAW.replace(b"job 12", b"j" * 5000), "job of 5000 characters"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":4711,"pid":4711'), "the field 'pid' twice"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":4711,"more":{"a":1,"a":1}'), "not a readable Writer record"),
+        (PLAIN.replace(b'"pid":4711,', b""), "missing required field `pid`"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":"4711"'), "Expected `int`, got `str`"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":true'), "Expected `int`, got `bool`"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":NaN'), "not a readable ckpt record"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":-1'), "pid -1; expected 0 to"),
+        (PLAIN.replace(b'"pid":4711', b'"pid":' + b"9" * 5000), "."),
+        (PLAIN.replace(b'"number":7', b'"number":0'), "writer number 0; expected 1 to"),
+        (PLAIN.replace(b'"number":7', b'"number":99999999999999999999'), "writer number of 67 bits"),
+        (PLAIN.replace(b'"world":8', b'"world":-8'), "world -8; expected 0"),
+        (PLAIN.replace(b'"world":8', b'"world":99999999'), "world 99999999; expected 0"),
+        (PLAIN.replace(b'"resumed_from":200', b'"resumed_from":-1'), "resumed_from -1"),
+        (
+            PLAIN.replace(b'"resumed_from":200', b'"resumed_from":null').replace(b'"world":8', b'"world":0'),
+            "a rollback",
+        ),
+        (PLAIN.replace(b"1700000000.25", b"1e999"), "."),
+        (PLAIN.replace(b"1700000000.25", b"1e300"), "created_unix_s 1e"),
+        (PLAIN.replace(b"1700000000.25", b"-5.5"), "created_unix_s -5.5"),
+        (PLAIN.replace(b"job 12", b"j" * 5000), "job of 5000 characters"),
     ],
 )
 def test_writer_refuses(raw, words):
@@ -89,11 +94,22 @@ def test_writer_refuses(raw, words):
     assert len(str(caught.value)) < 1000
 
 
+def test_a_writer_record_pins_itself():
+    """No bit of it can flip unseen; the first versions wrote no digest, and are read."""
+    for position in range(len(RAW)):
+        for bit in range(8):
+            altered = bytearray(RAW)
+            altered[position] ^= 1 << bit
+            with pytest.raises((DamagedError, UnsupportedFormatError)):
+                decode_writer(bytes(altered), KEY)
+    assert decode_writer(PLAIN, KEY) == WRITER
+
+
 @pytest.mark.parametrize("version", [b'"ckpt/2"', b'"x"', b"7", b"null", b'["ckpt/1"]'])
 def test_other_versions(version):
     """A record of another version is not damage: another reader is needed."""
     with pytest.raises(UnsupportedFormatError, match="this reader knows 'ckpt/1'"):
-        decode_writer(RAW.replace(b'"ckpt/1"', version), KEY)
+        decode_writer(PLAIN.replace(b'"ckpt/1"', version), KEY)
 
 
 def test_nothing_is_written_that_nothing_reads():

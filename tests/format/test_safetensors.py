@@ -193,7 +193,7 @@ def _entry(**change: object) -> dict[str, object]:
         (_file({"a": {"dtype": "F32", "shape": [2]}}), "expected exactly dtype"),
         (_file({"a": _entry(more=1)}), "expected exactly dtype"),
         (_file({"a": _entry(dtype="F33")}), "unknown dtype 'F33'"),
-        (_file({"a": _entry(dtype=7)}), "unknown dtype '7'"),
+        (_file({"a": _entry(dtype=7)}), "unknown dtype 7"),
         (_file({"a": _entry(shape=[-2])}), "its shape is not"),
         (_file({"a": _entry(shape=[2.0])}), "its shape is not"),
         (_file({"a": _entry(shape=[True, 2])}), "its shape is not"),

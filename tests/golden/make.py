@@ -1,4 +1,4 @@
-"""Make the golden runs anew: ``python -m tests.golden.make`` from the repository's root.
+"""Make golden runs anew: ``python -m tests.golden.make NAME…`` from the repository's root.
 
 Only for a change of the format that is meant: golden runs are what older versions wrote, and new
 versions must go on reading them. Add a run for a new feature instead, wherever that will do.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import shutil
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -149,25 +150,45 @@ def save_dtypes(_: int, __: int, run: str) -> dict[str, Any]:
     return expected | {f"arrays.{dtype}": expected[f"tensors.{dtype}"] for dtype in arrays}
 
 
+def save_watched(_: int, world: int, run: str) -> dict[str, Any]:
+    """Two ranks: parity, metrics of every kind of number, and tensors that are not finite."""
+    mesh = init_device_mesh("cpu", (world,))
+    values = torch.arange(6, dtype=torch.float32)
+    values[[1, 4]] = torch.tensor([float("nan"), float("-inf")])
+    whole = {"halves": values.view(2, 3), "same": torch.full((3,), 0.5)}
+    state = {"halves": distribute_tensor(whole["halves"], mesh, [Shard(0)]), "same": whole["same"]}
+    metrics = {"loss": 0.25, "accuracy": float("nan"), "perplexity": float("inf"), "samples": 7}
+    ckpt.save(run, 5, {"state": state}, parity=1, metrics=metrics, wait=True)
+    return {f"state.{name}": facts(tensor) for name, tensor in whole.items()}
+
+
+SAVES = {
+    "sharded": (2, save_sharded),
+    "zstd": (2, save_zstd),
+    "dtypes": (1, save_dtypes),
+    "watched": (2, save_watched),
+}
+
+
 def main() -> None:
-    """Write ``sharded``, ``zstd``, ``dtypes`` and ``expected.json`` beside this file."""
-    everything: dict[str, Any] = {}
-    for name, world, save in (("sharded", 2, save_sharded), ("zstd", 2, save_zstd), ("dtypes", 1, save_dtypes)):
+    """Write the runs that are named, and ``expected.json``, beside this file."""
+    everything: dict[str, Any] = json.loads((HERE / "expected.json").read_text())
+    for name in sys.argv[1:]:
+        world, save = SAVES[name]
         root = HERE / name
         if root.exists():
             shutil.rmtree(root)
         everything[name] = run_ranks(world, save, str(root), job="golden")[0]
-    run = Run.open(HERE / "zstd")
-    run.rollback(1)  # step 2 is there, but abandoned
-    for name in everything:
-        for path in sorted((HERE / name / "writers").iterdir()):
+        if name == "zstd":
+            Run.open(root).rollback(1)  # step 2 is there, but abandoned
+        for path in sorted((root / "writers").iterdir()):
             writer = decode_writer(path.read_bytes(), path.name)
-            assert path == HERE / name / writer_key(writer.number)
+            assert path == root / writer_key(writer.number)
             neutral = msgspec.structs.replace(writer, host="golden", pid=1, job="golden")
             path.write_bytes(encode_writer(neutral))
+        files = [path for path in root.rglob("*") if path.is_file()]
+        print(f"{name}: {len(files)} files, {sum(path.stat().st_size for path in files)} bytes")  # noqa: T201 - a script
     (HERE / "expected.json").write_text(json.dumps(everything, indent=1) + "\n")
-    files = [path for name in everything for path in (HERE / name).rglob("*") if path.is_file()]
-    print(f"{len(files)} files, {sum(path.stat().st_size for path in files)} bytes")  # noqa: T201 - a script
 
 
 if __name__ == "__main__":

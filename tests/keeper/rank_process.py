@@ -13,10 +13,12 @@ from ckpt.format.commit import Attempt
 from ckpt.format.layout import Layout, Mesh, Tensor, encode_layout
 from ckpt.format.part import data_name
 from ckpt.format.safetensors import HeaderEntry, build_header
+from ckpt.format.values import values_digest
 from ckpt.keeper.client import ArenaView, KeeperClient, PendingTask
 from ckpt.keeper.protocol import FileTask, LayoutTask, SaveTask
 from ckpt.plan.boxes import LayoutBoxes
 from ckpt.plan.files import Entry, file_tables
+from ckpt.plan.retention import KeepPolicy
 
 
 def layout_of(world: int, nbytes: int) -> Layout:
@@ -51,7 +53,8 @@ def hand_over(client: KeeperClient, task: SaveTask) -> PendingTask:
 def fill(
     client: KeeperClient, run: str, step: int, save: int, *, world: int = 1, nbytes: int = 10_000,
     writer: int = 1, encode: str = "raw", digests: dict[str, str] | None = None, arena_run: str | None = None,
-    snapshots: int = 2, budget_bytes: int | None = None, **task: Any,
+    snapshots: int = 2, budget_bytes: int | None = None, keep_last: int | None = None, keep_every: int | None = None,
+    **task: Any,
 ) -> tuple[ArenaView, SaveTask]:  # fmt: skip
     """Fill an arena with this rank's payload; the task that would persist it."""
     rank = client.rank
@@ -85,9 +88,10 @@ def fill(
         layout=digest,
         rank_tensors=(),
         values={"epoch": step} if rank == 0 else None,
-        values_digests=digests if digests is not None else {"epoch": f"{step:032x}"},
+        values_digests=digests if digests is not None else {"epoch": values_digest(step)},
         rank_values={},
         layouts=(LayoutTask(digest, raw, ((0, world - 1),)),) if rank == 0 else (),
+        keep=KeepPolicy(keep_last, keep_every),
         **task,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import DamagedError, SaveFailedError
+from ckpt.errors import BadInputError, DamagedError, RankError, StoreError
 from ckpt.format.commit import Attempt, FileRef
 from ckpt.keeper.client import KeeperClient, settle
 from ckpt.keeper.commit import check_agreement, read_part
@@ -54,7 +54,7 @@ def test_agreement(layouts: tuple, parts: list, problem: str | None):
     if problem is None:
         check_agreement(parts, layouts)
     else:
-        with pytest.raises(SaveFailedError, match=problem):
+        with pytest.raises(BadInputError, match=problem):
             check_agreement(parts, layouts)
 
 
@@ -65,6 +65,9 @@ def test_failures_are_told_to_each_rank_in_its_way():
     assert type(own.error_for(1, attempt)).__name__ == "StoreError"
     assert str(own.error_for(1, attempt)) == "save of step 3 (w1.2) failed: full"
     assert type(own.error_for(0, attempt)).__name__ == "RankError"
+    assert own.error_for(0, attempt).exit_code == own.error_for(1, attempt).exit_code == StoreError.exit_code
+    assert Failure("RankError", "rank 1: full", 1, StoreError.exit_code).error_for(1, attempt).exit_code == 8
+    assert RankError.exit_code == 11
     assert str(own.error_for(0, attempt)) == "save of step 3 (w1.2) failed: rank 1: StoreError: full"
     assert type(Failure("FencedError", "held", None).error_for(5, attempt)).__name__ == "FencedError"
     assert str(Failure("RankError", "rank 1 died", 1).error_for(0, attempt)).endswith("failed: rank 1 died")
@@ -85,7 +88,7 @@ def test_differing_values_fail_the_save(trainers: Trainers, url: str):
     for rank in ranks:
         with pytest.raises(TrainerError, match=r"state\['lr'\]: rank 0 and rank 1 have different values") as caught:
             rank.wait(3)
-        assert caught.value.kind == "SaveFailedError"
+        assert caught.value.kind == "BadInputError"
     assert folders(url) == []
     for rank in ranks:
         rank.save(4, world=2)

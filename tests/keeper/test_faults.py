@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from ckpt.errors import CkptError, KeeperError, SaveFailedError, StoreError
 from ckpt.keeper.client import KeeperClient, settle, statuses
+from ckpt.keeper.lanes import LEFT_BEHIND
 from ckpt.testing import store_env
 from tests.keeper.conftest import Trainer, TrainerError, is_alive, wait_for
 from tests.keeper.rank_process import stage
@@ -23,7 +26,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts wrappers on the stores of the keepers that are started from now on."""
 
     def put_on(**spec: Any) -> None:
-        for name, value in store_env({"program": "keeper", **spec}).items():
+        for name, value in store_env({"program": "ckpt.keeper", **spec}).items():
             monkeypatch.setenv(name, value)
 
     return put_on
@@ -110,22 +113,83 @@ def test_a_hanging_store_fails_the_save_and_not_the_trainer(
     release, other = tmp_path / "release", str(tmp_path / "other")
     faulty(wrap="blocking", match="step-00000001-*/model-*", operation="write", release=release)
     with KeeperClient.connect(0) as client:
-        pending = stage(client, url, 1, 1, progress_timeout_s=0.5)
+        pending = stage(client, url, 1, 1, progress_timeout_s=1.0)
         pending.wait_staged(30)
         stage(client, other, 2, 1).wait(30)
         (text,) = settle(url, timeout_s=0.05)
         assert "step 1 (w1.1) in keeper" in text
         assert "waits for rank 0" in text
-        wait_for(lambda: statuses()[0].saves[0].failure, "the save has failed")
-        assert not pending.done, "it is told when what it has written is removed"
-        release.touch()
         with pytest.raises(
-            SaveFailedError, match=r"no progress for 0\.5 s: no part from rank 0 of 1 \(rank 0 has written 0 of"
+            SaveFailedError,
+            match=r"no progress for 1 s: no part from rank 0 of 1 \(rank 0 has written 0 of [\d,]+ bytes; "
+            r"its `write` of /.*/run/step-00000001-w1\.1/model-\S+ has not returned for \d",
         ):
             pending.wait(30)
-        assert folders(url) == []
         stage(client, url, 3, 3).wait(30)
-    assert committed(url) == [3]
+        assert [arena.state for arena in statuses()[0].arenas if arena.run == url] == ["stuck", "free"]
+        release.touch()
+        wait_for(lambda: folders(url) == ["step-00000003-w1.3"], "the write has returned and removed its file")
+        wait_for(lambda: {arena.state for arena in statuses()[0].arenas} == {"free"}, "its arena is free")
+        stage(client, url, 4, 4).wait(30)
+    assert committed(url) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("operation", "match"),
+    [("create", "step-00000001-*/COMMIT"), ("create", "layouts/*"), ("list", "writers"),
+     ("open_sink", "step-00000001-*"), ("close", "step-00000001-*"), ("create", "step-00000001-*/part-*")],
+)  # fmt: skip
+def test_any_request_that_hangs_fails_its_save_only(
+    folder: Path, url: str, tmp_path: Path, faulty: Callable[..., None], operation: str, match: str
+):
+    """Whatever does not return: its save fails in time and names it, the next one is made, the keeper can end."""
+    release, waiting = tmp_path / "release", tmp_path / "waiting"
+    faulty(wrap="blocking", match=match, operation=operation, release=release, waiting=waiting, on_nth=1)
+    with KeeperClient.connect(0) as client:
+        pending = stage(client, url, 1, 1, progress_timeout_s=0.5)
+        with pytest.raises(CkptError, match=r"has not returned for \d") as caught:
+            pending.wait(10)
+        assert isinstance(caught.value, (StoreError, SaveFailedError))
+        stage(client, url, 2, 2, progress_timeout_s=0.5).wait(10)
+        assert committed(url) == [2]
+        release.touch()
+        late = [1] if match.endswith("COMMIT") else []  # the message says so
+        assert ("the step may still appear" in str(caught.value)) == bool(late)
+        wait_for(lambda: committed(url) == [*late, 2], "the step that was in doubt is there")
+        wait_for(lambda: len(folders(url)) == 1 + len(late), "what was left is removed when the request returns")
+        stage(client, url, 3, 3).wait(10)
+    for step in (*late, 2, 3):
+        check_step(url, step)
+
+
+def test_hung_requests_do_not_pile_up(folder: Path, url: str, tmp_path: Path, faulty: Callable[..., None]):
+    """After some that hang, saves fail at once and say why; when they return the next save is made."""
+    release = tmp_path / "release"
+    faulty(wrap="blocking", match="COMMIT", operation="create", release=release)
+    with KeeperClient.connect(0) as client:
+        for step in range(1, LEFT_BEHIND + 1):
+            with pytest.raises(StoreError, match=r"`create` of .*COMMIT has not returned"):
+                stage(client, url, step, step, progress_timeout_s=0.2).wait(10)
+        for step in (7, 8):
+            with pytest.raises(StoreError, match=rf"{LEFT_BEHIND} requests have not returned, among them `create`"):
+                stage(client, url, step, step, progress_timeout_s=60).wait(10)
+        assert committed(url) == []
+        release.touch()
+        wait_for(lambda: committed(url) == [1, 2, 3, 4], "they have returned")
+        wait_for(lambda: _tried(client, url), "saves are made again")
+    assert committed(url)[:4] == [1, 2, 3, 4]
+    wait_for(lambda: len(folders(url)) == len(committed(url)), "nothing else is left")
+
+
+_numbers = itertools.count(10)
+
+
+def _tried(client: KeeperClient, url: str) -> bool:
+    number = next(_numbers)
+    with contextlib.suppress(StoreError):
+        stage(client, url, number, number).wait(10)
+        return True
+    return False
 
 
 def test_killed_while_writing(trainers: Trainers, url: str, tmp_path: Path):

@@ -14,6 +14,7 @@ from ckpt.errors import KeeperError
 from ckpt.format.part import RankTensor
 from ckpt.keeper import place, protocol, start
 from ckpt.keeper.client import KeeperClient
+from ckpt.plan.retention import Best, KeepPolicy
 from tests.keeper.conftest import is_alive, wait_for
 from tests.keeper.rank_process import stage
 
@@ -25,7 +26,7 @@ def test_messages_round_trip():
         run="/r", step=1, writer=2, save=3, rank=0, world=1, arena=4, encode="raw", files=(file,), layout="d",
         rank_tensors=(RankTensor("x", "int8", (2,)),), values={"a": [1, {"t": "f", "v": "0x1p0"}, None, "é", 0.5]},
         values_digests={"a": "b"}, rank_values={"r": True}, layouts=(protocol.LayoutTask("d", b"\0\xff", ((0, 0),)),),
-        hf_index=b"{}", keep_last=3,
+        hf_index=b"{}", metrics=b"{}", keep=KeepPolicy(3, 10, Best("loss", 2, "max")),
     )  # fmt: skip
     said = [
         protocol.Hello(b"n"), protocol.Answer(b"p", 3), protocol.Answer(b"p", None), protocol.ArenaRequest(1, "/r", 9),

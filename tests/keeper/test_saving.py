@@ -170,7 +170,8 @@ def test_status(folder: Path, url: str):
         assert (save.run, save.step, save.attempt, save.world, save.missing) == (url, 1, "w1.1", 2, (1,))
         assert [(a.run, a.rank, a.state) for a in status.arenas] == [(url, 0, "free")]
         assert status.log.endswith(".log")
-        client.abandon(url, Attempt(1, 1, 1), 1, 2, "test")
+        with KeeperClient.connect(1) as other:
+            other.abandon(url, Attempt(1, 1, 1), 1, 2, "test")
     wait_for(lambda: not is_alive(status.pid), "the keeper is gone")
     assert statuses() == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt.format.commit import Attempt
 from ckpt.format.writer import Writer
-from ckpt.plan.live import ABANDONED, LIVE, SUPERSEDED, candidates, classify, to_delete
+from ckpt.plan.live import ABANDONED, LIVE, SUPERSEDED, candidates, classify
 
 
 def writer(number: int, resumed_from: int | None, world: int = 2) -> Writer:
@@ -53,12 +53,3 @@ def test_candidates_come_newest_first_and_numerically() -> None:
 def test_an_attempt_of_an_unknown_writer_is_not_live() -> None:
     """A folder that no writer record vouches for is nobody's step."""
     assert classify(W[:1], [Attempt(5, 9, 1)])[Attempt(5, 9, 1)] == (ABANDONED, "writer 9 has no record")
-
-
-def test_retention_keeps_the_last_and_the_multiples() -> None:
-    """Superseded attempts go, abandoned ones stay, the newest live step never goes."""
-    attempts = [Attempt(step, 1, i) for i, step in enumerate([10, 20, 30, 40, 50, 50])]
-    states = classify([writer(1, None)], attempts)
-    assert [a.step for a in to_delete(states, keep_last=2, keep_every=20)] == [10, 30, 50]
-    assert to_delete(states, keep_last=None) == []
-    assert [a.step for a in to_delete(classify(W[:2], SAVED), keep_last=1)] == [100, 200]

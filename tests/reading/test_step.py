@@ -25,7 +25,7 @@ def run(tmp_path):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of 64 bytes, so that a small tensor has many of them, cut in the middle of rows."""
-    for module in ("ckpt.format.chunk", "ckpt.reading.shards", "ckpt.reading.verify"):
+    for module in ("ckpt.format.chunk", "ckpt.reading.shards", "ckpt.reading.spans", "ckpt.reading.verify_files"):
         monkeypatch.setattr(f"{module}.CHUNK_NBYTES", 64)
 
 

@@ -190,7 +190,7 @@ def test_every_problem_is_listed(run):
 
 def test_chunks_after_a_cut_are_named(run, monkeypatch):
     """Of a file cut in the middle the chunks before the cut are fine, and each one behind it is named."""
-    for module in ("ckpt.format.chunk", "ckpt.reading.shards", "ckpt.reading.verify"):
+    for module in ("ckpt.format.chunk", "ckpt.reading.shards", "ckpt.reading.spans", "ckpt.reading.verify_files"):
         monkeypatch.setattr(f"{module}.CHUNK_NBYTES", 64)
     attempt = write_step(run, 1, [HandTensor("x", "uint8", (4, 64), bytes(range(256)))])
     path = path_of(run, attempt, "state-00000-of-00001.safetensors")

@@ -153,8 +153,9 @@ def test_new_folders_are_synced_into_the_one_above(root, monkeypatch):
     assert [call for call in trace.calls if call.startswith("mkdir ") and call.partition(" ")[2] in made][-5:] == [
         f"mkdir {folder}" for folder in made
     ]
+    above = [f"fsync {os.path.relpath(folder, root.parent)}" for folder in folders_above(root.parent)]
     syncs = [call for call in trace.calls if call.startswith("fsync")]
-    assert syncs == [f"fsync {os.path.dirname(folder) or '.'}" for folder in made] + [
+    assert syncs == above + [f"fsync {os.path.dirname(folder) or '.'}" for folder in made] + [
         "fsync <no name>",
         f"fsync {made[-1]}",
     ]
@@ -168,6 +169,7 @@ def test_a_folder_of_another_process_is_synced_once(root, monkeypatch):
     store.create("a/1", b"")
     store.create("a/2", b"")
     assert trace.calls == [
+        *(f"fsync {os.path.relpath(folder, root)}" for folder in folders_above(root)),
         "fsync .",
         *(["fsync <no name>", "link a/1", "fsync a"]),
         "fsync <no name>",
@@ -178,6 +180,63 @@ def test_a_folder_of_another_process_is_synced_once(root, monkeypatch):
     del trace.calls[:]
     store.create("a/1", b"")
     assert trace.calls == ["mkdir a", "fsync .", "fsync <no name>", "link a/1", "fsync a"]
+
+
+def folders_above(root: Path) -> list[Path]:
+    """Those of the same file system, from the top down."""
+    device = root.parent.stat().st_dev
+    return [folder for folder in reversed(root.parents) if folder.stat().st_dev == device]
+
+
+def test_what_is_there_already_is_durable_when_create_says_so(root, monkeypatch):
+    """Whoever made it may have died before the sync; the caller takes it for its own, so it is synced then."""
+    store = LocalStore(root)
+    store.create("a/key", b"x")
+    trace = Trace(monkeypatch, root)
+    with pytest.raises(AlreadyExistsError):
+        store.create("a/key", b"y")
+    assert trace.calls == ["fsync a/key", "fsync a"]
+
+
+def test_sync_syncs_file_and_folder(root, monkeypatch):
+    """What is seen becomes what is sure."""
+    store = LocalStore(root)
+    store.create("a/key", b"x")
+    trace = Trace(monkeypatch, root)
+    store.sync("a/key")
+    assert trace.calls == ["fsync a/key", "fsync a"]
+    for absent in ("a/none", "b/none"):
+        with pytest.raises(NotFoundError):
+            store.sync(absent)
+
+
+def test_deleting_what_is_gone_makes_that_durable(root, monkeypatch):
+    """It may have been removed by a process that died before the sync."""
+    store = LocalStore(root)
+    store.create("a/key", b"x")
+    trace = Trace(monkeypatch, root)
+    store.delete("a/none")
+    store.delete_folder("none")
+    assert trace.calls == ["unlink a/none", "fsync a", "fsync ."]
+
+
+def test_a_name_that_cannot_be_synced_is_removed_durably(root, monkeypatch):
+    """Else a crash could bring it back, when what it stands for has been removed."""
+    store = LocalStore(root)
+    store.create("a/first", b"x")
+    trace = Trace(monkeypatch, root)
+    real, linked = os.fsync, []
+
+    def failing(file):
+        if trace.calls[-1:] == ["link a/key"] and not linked:
+            linked.append(file)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(StoreError):
+        store.create("a/key", b"x")
+    assert trace.calls[-2:] == ["unlink a/key", "fsync a"]
 
 
 def test_a_sink_syncs_file_and_folder_when_it_closes(root, monkeypatch):

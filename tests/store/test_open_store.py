@@ -45,11 +45,17 @@ def test_a_relative_path(tmp_path, monkeypatch):
     assert open_store(os.curdir).url == str(tmp_path)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b/r", "memory://x", "simplecache::s3://b/r", "HTTP://host/x"])
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b/r", "simplecache::s3://b/r", "HTTP://host/x"])
 def test_other_schemes_are_refused(url):
     """No run is ever written to a folder called ``s3:``; the error names the scheme and what is supported."""
-    with pytest.raises(BadInputError, match=rf"{url.partition('://')[0]}://.*supported: a path, or a file:// URL"):
+    with pytest.raises(BadInputError, match=rf"{url.partition('://')[0]}:// URLs.*supported: a path, a file:// URL"):
         open_store(url)
+
+
+def test_buckets_go_through_fsspec_on_request():
+    """The error says how."""
+    with pytest.raises(BadInputError, match=r"fsspec\+s3:// goes through fsspec"):
+        open_store("s3://bucket/run")
 
 
 @pytest.mark.parametrize("url", ["", "a\0b"])

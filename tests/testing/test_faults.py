@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 from ckpt.errors import AlreadyExistsError, BadInputError, NotFoundError, StoreError
 from ckpt.store import LocalStore
 from ckpt.store.base import Store
-from ckpt.testing import BlockingStore, FaultyStore, RecordingStore, SlowStore, StoreTests, WrappedStore
+from ckpt.testing import (
+    BlockingStore,
+    FaultyStore,
+    RecordingStore,
+    ShortStore,
+    SlowStore,
+    StoreTests,
+    WrappedStore,
+)
 
 
 @pytest.fixture
@@ -225,3 +234,38 @@ def test_blocking_does_not_hang(inner, tmp_path):
     store = BlockingStore(inner, release=tmp_path / "never", timeout_s=0.01)
     with pytest.raises(StoreError, match=r"key: get was held .*never never came"):
         store.get("key")
+
+
+def test_by_lot(inner):
+    """``chance`` makes some fail and some not; 1 is all of them, 0 none."""
+    store = FaultyStore(inner, operation="size", chance=0.5)
+    outcomes = set()
+    for _ in range(1000):
+        try:
+            store.size("key")
+        except NotFoundError:
+            outcomes.add("passed")
+        except StoreError:
+            outcomes.add("failed")
+    assert outcomes == {"passed", "failed"}
+    with pytest.raises(NotFoundError):
+        FaultyStore(inner, operation="size", chance=0.0).size("key")
+
+
+@pytest.mark.parametrize("most_nbytes", [1, 7, 4096])
+def test_short_writes(inner, most_nbytes):
+    """The system takes less than it is given, of files that grow and of such that appear at once; none is cut."""
+    store = ShortStore(inner, match="short-*", most_nbytes=most_nbytes)
+    payload = bytes(range(256)) * 40
+    taken = []
+    with pytest.MonkeyPatch.context() as patch:
+        pwrite = os.pwrite
+        patch.setattr(os, "pwrite", lambda file, view, at: taken.append(len(view)) or pwrite(file, view, at))
+        for name in ("short-1", "whole-1"):
+            put(store, name, payload)
+            store.create(name.replace("1", "2"), payload)
+    assert {inner.get(name) for name in ("short-1", "short-2", "whole-1", "whole-2")} == {payload}
+    assert max(taken) == len(payload)
+    assert sorted(taken)[:2] == [min(most_nbytes, len(payload) % most_nbytes or most_nbytes)] * 2
+    with pytest.raises(BadInputError, match="most_nbytes=0"):
+        ShortStore(inner, most_nbytes=0)
