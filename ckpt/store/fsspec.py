@@ -33,6 +33,7 @@ PREFIX = "fsspec+"  # in front of a scheme that another store takes by itself
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl"}  # have no folders; making one would make a bucket
 _BLOCK_NBYTES = 16 << 20  # what a file collects before it sends it
 _MOST_BLOCKS = 5000  # half of what S3 allows for one object
+_LOOKS = 10  # at a folder that is to be deleted and is not empty
 
 # How an object is made only where there is none.
 _LINK = "link"  # under another name, then linked: local files
@@ -160,6 +161,18 @@ class FsspecStore(Store):
     def delete_folder(self, prefix: str) -> None:
         """One object after the other, those that the listing shows."""
         check_key(prefix)
+        for left in reversed(range(_LOOKS)):
+            self._delete_objects(prefix)
+            try:
+                self._remove_tree(prefix)
+            except StoreError as error:
+                # Whoever deletes or writes at the same time can make a listing miss what is still there.
+                if not left or getattr(error.__cause__, "errno", None) not in {errno.ENOTEMPTY, errno.EEXIST}:
+                    raise
+            else:
+                return
+
+    def _delete_objects(self, prefix: str) -> None:
         for name, is_folder in self._entries(prefix, "delete"):
             below = f"{prefix}/{name}"
             if not is_folder:
@@ -168,7 +181,6 @@ class FsspecStore(Store):
                 self.delete_folder(below)
             else:
                 self._remove_tree(below)
-        self._remove_tree(prefix)
 
     # -- what sources and sinks ask ------------------------------------------------------------
 
