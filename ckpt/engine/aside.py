@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -58,8 +57,12 @@ class Aside:
     def _start(self) -> None:
         errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(errands,), name=self._name, daemon=True).start()
-        weakref.finalize(self, errands.put, None).atexit = False  # what ends with the process may still call
         self._errands, self._owner_pid = errands, os.getpid()
+
+    def __del__(self) -> None:
+        """Let the thread end. No weakref.finalize: its list must not change in one thread while another one exits."""
+        if self._errands is not None:
+            self._errands.put(None)
 
 
 def _serve(errands: queue.SimpleQueue[_Errand | None]) -> None:

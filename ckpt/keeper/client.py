@@ -29,6 +29,7 @@ __all__ = ["ArenaView", "KeeperClient", "PendingTask", "SaveResult", "settle", "
 
 _READ_NBYTES = 1 << 20
 _MAX_FDS = 16
+_READER_S = 2.0  # how long the end of the reader is waited for
 KEEPER_TIMEOUT_S = 30.0  # so long a keeper that lives may leave everything unanswered
 _ASK_S = 10.0  # how often one that is waited for is asked
 
@@ -58,7 +59,8 @@ class KeeperClient:
         self._looking = threading.Lock()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(KEEPER_TIMEOUT_S), 0))
         _clients.add(self)
-        threading.Thread(target=self._read_all, name="ckpt-keeper-client", daemon=True).start()
+        self._reader = threading.Thread(target=self._read_all, name="ckpt-keeper-client", daemon=True)
+        self._reader.start()
 
     @classmethod
     def connect(cls, rank: int) -> KeeperClient:
@@ -176,6 +178,9 @@ class KeeperClient:
         with contextlib.suppress(KeeperError):
             self._send(protocol.Bye(done))
         self._lose("this client was closed before the save was done; the keeper goes on with what was staged")
+        # It has been woken. Else it might unmap arenas while the interpreter ends and looks for what is left to do.
+        if threading.current_thread() is not self._reader:
+            self._reader.join(_READER_S)
 
     def __enter__(self) -> Self:
         return self

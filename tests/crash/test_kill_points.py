@@ -59,6 +59,8 @@ def allowed(operation: Operation, points: list[Point], outcome: Outcome, point: 
             made = next(place for place, other in enumerate(done) if other.what.endswith("COMMIT"))
             return {old if done.index(point) <= made else new}
         return {new} if point.what == "saved" else {old, new}
+    if point.what == "staged":  # heard by another thread than the one that has sent what it answers
+        return {new}
     mine = [other for other in points if other.process == "trainer"]
     if mine.index(point) < next(place for place, other in enumerate(mine) if str(other) == "trainer: after send ready"):
         return {old}  # the snapshot was not whole
