@@ -87,10 +87,7 @@ def decode_alarms(raw: bytes, where: str) -> Alarms:
 
 def check_record(alarms: Alarms, where: str) -> None:
     """DamagedError for a record that no ckpt wrote, although it can be read."""
-    records.check_count(alarms.step, where, "step")
-    if records.parse_label(alarms.attempt) is None:
-        raise records.damaged(where, f"the attempt {alarms.attempt[:64]!r}", "a label like w7.3")
-    records.check_count(alarms.world, where, "world", least=1, most=records.MAX_WORLD)
+    records.check_attempt(alarms.step, alarms.attempt, alarms.world, where)
     check_alarms(alarms.alarms, alarms.world, where)
 
 

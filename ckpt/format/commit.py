@@ -112,10 +112,7 @@ def check_commit(commit: Commit, where: str) -> None:
     After it every name is a plain file name by the naming rule, every digest a digest, and the
     layouts' ranges cover each rank exactly once.
     """
-    records.check_count(commit.step, where, "step")
-    if records.parse_label(commit.attempt) is None:
-        raise records.damaged(where, f"the attempt {commit.attempt[:64]!r}", "a label like w7.3")
-    records.check_count(commit.world, where, "world", least=1, most=records.MAX_WORLD)
+    records.check_attempt(commit.step, commit.attempt, commit.world, where)
     records.check_text(commit.written_by, where, "written_by")
     records.check_time(commit.created_unix_s, where)
     if len(set(commit.features)) != len(commit.features):

@@ -78,10 +78,7 @@ def check_parity(parity: Parity, where: str) -> None:
 
     After it every member's name is that of a data file inside the step, and the XOR file is as long as they ask.
     """
-    records.check_count(parity.step, where, "step")
-    if records.parse_label(parity.attempt) is None:
-        raise records.damaged(where, f"the attempt {parity.attempt[:64]!r}", "a label like w7.3")
-    records.check_count(parity.world, where, "world", least=1, most=records.MAX_WORLD)
+    records.check_attempt(parity.step, parity.attempt, parity.world, where)
     names = set()
     for member in parity.members:
         records.check_count(member.rank, where, "the rank of a member", most=parity.world - 1)

@@ -101,10 +101,7 @@ def check_part(part: Part, where: str) -> None:
     After it every file has the one name that its group, rank and encoding give it, and every chunk
     lies inside its file. What the layout says of the files is for who has the layout.
     """
-    records.check_count(part.step, where, "step")
-    if records.parse_label(part.attempt) is None:
-        raise records.damaged(where, f"the attempt {part.attempt[:64]!r}", "a label like w7.3")
-    records.check_count(part.world, where, "world", least=1, most=records.MAX_WORLD)
+    records.check_attempt(part.step, part.attempt, part.world, where)
     records.check_count(part.rank, where, "rank", most=part.world - 1)
     records.check_digest(part.layout, where, "its layout")
     groups = [file.group for file in part.files]

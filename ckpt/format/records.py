@@ -111,6 +111,14 @@ def check_count(value: int, where: str, what: str, least: int = 0, most: int = M
         raise damaged(where, f"{what} {shown}", f"{least} to {most}")
 
 
+def check_attempt(step: int, label: str, world: int, where: str) -> None:
+    """DamagedError unless these can be an attempt's step number, label and number of ranks."""
+    check_count(step, where, "step")
+    if parse_label(label) is None:
+        raise damaged(where, f"the attempt {label[:64]!r}", "a label like w7.3")
+    check_count(world, where, "world", least=1, most=MAX_WORLD)
+
+
 def check_text(text: str, where: str, what: str) -> None:
     """DamagedError for text that is too long to be shown in a message."""
     if len(text) > MAX_TEXT_CHARS:
