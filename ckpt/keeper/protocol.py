@@ -5,8 +5,8 @@ A line with the protocol's version goes first, both ways; then come frames: a bi
 side can read the secret file beside the socket::
 
     client                                      keeper
-    "ckpt-keeper/2\n", Hello(nonce)         ->
-                                            <-  "ckpt-keeper/2\n", Challenge(nonce, proof)
+    "ckpt-keeper/3\n", Hello(nonce)         ->
+                                            <-  "ckpt-keeper/3\n", Challenge(nonce, proof)
     Answer(proof, rank)                     ->
                                             <-  Welcome(pid, job)  or  Failed
     ArenaRequest                            ->
@@ -33,7 +33,7 @@ from ckpt.format.alarms import Alarm
 from ckpt.format.part import RankTensor
 from ckpt.plan.retention import KeepPolicy
 
-VERSION = 2
+VERSION = 3
 PREAMBLE = b"ckpt-keeper/%d\n" % VERSION
 PREAMBLE_LIMIT_NBYTES = 64
 NONCE_NBYTES = 16

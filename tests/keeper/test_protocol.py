@@ -129,8 +129,8 @@ def test_another_version_is_told_ours(folder: Path):
 def test_a_keeper_of_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """The client says both versions."""
     with KeeperClient.connect(0):
-        monkeypatch.setattr(protocol, "PREAMBLE", b"ckpt-keeper/3\n")
-        with pytest.raises(KeeperError, match=r"ckpt-keeper/2.*ckpt-keeper/3.*another version"):
+        monkeypatch.setattr(protocol, "PREAMBLE", b"ckpt-keeper/4\n")
+        with pytest.raises(KeeperError, match=r"ckpt-keeper/3.*ckpt-keeper/4.*another version"):
             KeeperClient.connect(1)
 
 

@@ -155,7 +155,7 @@ def frame(message):
     body = msgspec.msgpack.encode(message)
     return struct.pack(">I", len(body)) + body
 ours = socket.socket(fileno=int(sys.argv[2]))
-ours.sendall(b"ckpt-keeper/2\\n" + frame(Begin(1)))
+ours.sendall(b"ckpt-keeper/3\\n" + frame(Begin(1)))
 ours.sendmsg([frame(Begin(2))])
 received = b""
 while len(received) < int(sys.argv[3]):
@@ -172,7 +172,7 @@ def test_every_message_has_its_points(kill: str | None, folder: Path, tmp_path: 
         tmp_path / "start", {"": folder}, record=tmp_path / "record", process="p", kill=kill and f"p: {kill}"
     )
     staged = msgspec.msgpack.encode({"type": "staged", "size": 3})
-    sent = b"ckpt-keeper/2\n" + (len(staged).to_bytes(4, "big") + staged) * 2
+    sent = b"ckpt-keeper/3\n" + (len(staged).to_bytes(4, "big") + staged) * 2
     process = subprocess.Popen(
         [sys.executable, "-c", TALK, str(folder), str(theirs.fileno()), str(len(sent))],
         env={**os.environ, **environment}, pass_fds=[theirs.fileno()],
