@@ -239,9 +239,15 @@ class Run:
     @contextlib.contextmanager
     def reading(self, step: int | None = None) -> Iterator[StepState]:
         """``find`` the live step of that number, or the newest, and hold it while the block reads it."""
+        with self.holding(lambda: self.find(step)) as found:
+            yield found
+
+    @contextlib.contextmanager
+    def holding(self, find: Callable[[], StepState]) -> Iterator[StepState]:
+        """Hold the step that ``find`` gives while the block reads it; ``find`` is asked again when it has just gone."""
         with contextlib.ExitStack() as stack:
             while True:
-                found = self.find(step)
+                found = find()
                 try:
                     commit = stack.enter_context(self.hold(found.attempt))
                 except NotFoundError:  # deleted between the two looks: there is a newer one, or none of that number

@@ -15,7 +15,7 @@ import msgspec
 from ckpt.engine import budget
 from ckpt.engine.failures import FailedSave
 from ckpt.engine.following import DRAIN_TIMEOUT_S
-from ckpt.engine.load import LoadReport, load_with
+from ckpt.engine.load import LoadReport, load_with, say_repaired
 from ckpt.engine.options import PROGRESS_TIMEOUT_S, SaveOptions, whole_number
 from ckpt.engine.pending import PendingSave, SaveReport
 from ckpt.engine.ranks import FlagInFlight
@@ -296,7 +296,6 @@ class Checkpointer:
         if self._session.ranks.rank == 0:
             for skip in report.skipped:
                 print(f"ckpt: passed over step {skip.step} ({skip.attempt}): {skip.why}", file=sys.stderr)
-            for text in report.repaired:
-                print(f"ckpt: repaired while reading (`ckpt repair` mends the file): {text}", file=sys.stderr)
+            say_repaired(report.repaired)
             without = ", which has no random states: they stay as they are" if RNG_KEY in report.missing else ""
             print(f"ckpt: restored step {report.step} ({report.attempt}) of {self.run}{without}", file=sys.stderr)

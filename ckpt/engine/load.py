@@ -211,13 +211,14 @@ def _choose(
     run: Run, step: int | None, skipped: Sequence[Skipped], holding: contextlib.ExitStack
 ) -> tuple[list[Skipped], StepState]:
     """(what was passed over, the step to load), which is held until ``holding`` is closed."""
-    while True:
-        passed, found = _candidate(run, step, skipped)
-        try:
-            commit = holding.enter_context(run.hold(found.attempt))
-        except NotFoundError:  # deleted since: there is a newer one, or none of that number
-            continue
-        return passed, msgspec.structs.replace(found, commit=commit)
+    passed: list[Skipped] = []
+
+    def find() -> StepState:
+        passed[:], found = _candidate(run, step, skipped)
+        return found
+
+    found = holding.enter_context(run.holding(find))
+    return passed, found
 
 
 def _candidate(run: Run, step: int | None, skipped: Sequence[Skipped]) -> tuple[list[Skipped], StepState]:
@@ -395,6 +396,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def say_repaired(texts: Iterable[str]) -> None:
+    """Say on standard error what came from elsewhere, since the files themselves are as they were."""
+    for text in texts:
+        print(f"ckpt: repaired while reading (`ckpt repair` mends the file): {text}", file=sys.stderr)
+
+
 def read(run: str | os.PathLike[str], *, step: int | str = "latest", tiers: Sequence[Url] = ()) -> dict[str, Any]:
     """The whole state of a step without a template: nested containers, whole CPU tensors, plain values.
 
@@ -413,8 +420,7 @@ def read_step(run: Run, attempt: Attempt, commit: Commit) -> dict[str, Any]:
     check_room(nbytes, f"{run.url}: all tensors of step {attempt.step} together")
     tree, reads = read_tree(stored_state(reader, None, 0))
     fill_tensors(reader, reads)
-    for text in repaired_texts(reader.repaired()):
-        print(f"ckpt: repaired while reading (`ckpt repair` mends the file): {text}", file=sys.stderr)
+    say_repaired(repaired_texts(reader.repaired()))
     return tree
 
 
