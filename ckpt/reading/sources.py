@@ -129,20 +129,33 @@ class Sources:
         ``check`` raises DamagedError for bytes that are not the right ones. Raises ``error``, with what was tried.
         """
         tried = list(self.tiers()[1])
+
+        def read(run: Run, place: str) -> Result:
+            return check(run.store.get(place, limit_nbytes=limit_nbytes), f"{run.url}/{place}")
+
+        found = self._elsewhere(key, error, tried, read)
+        if found is None:
+            raise with_tried(error, tried) from error.__cause__
+        self.note(Repaired(key, found[1]))
+        return found
+
+    def _elsewhere(
+        self, key: str, error: CkptError, tried: list[str], read: Callable[[Run, str], Result]
+    ) -> tuple[Result, str] | None:
+        """What ``read(run, key)`` gives of the first copy that is right, and where that is; ``tried`` gets the others.
+
+        ``error`` is what was wrong here.
+        """
         for source, run, place in (*self._again(key, error), *self._copies(key)):
             try:
-                raw = run.store.get(place, limit_nbytes=limit_nbytes)
-                result = check(raw, f"{run.url}/{place}")
+                return read(run, place), source
             except NotFoundError:
                 if run is not self._run:
                     tried.append(f"{run.url}/{place}: not there")
             except CkptError as failure:
                 if source != AGAIN:  # it says the same once more
                     tried.append(str(failure))
-            else:
-                self.note(Repaired(key, source))
-                return result, source
-        raise with_tried(error, tried) from error.__cause__
+        return None
 
     def pinned(self, ref: FileRef, error: CkptError) -> tuple[bytes, str]:
         """``small`` of a file that COMMIT pins."""
@@ -180,19 +193,16 @@ class Sources:
         """
         key = self._run.key(self._attempt, name)
         tried: list[str] = list(self.tiers()[1])
-        for source, run, place in (*self._again(key, error), *self._copies(key)):
+
+        def read(run: Run, place: str) -> tuple[bytearray, memoryview | bytes | bytearray]:
             stored = bytearray(span.nbytes)
-            try:
-                run.store.read_into(place, span.offset, memoryview(stored))
-                raw = span.decoded(stored, f"{run.url}/{place}: {span.what}")
-            except NotFoundError:
-                if run is not self._run:
-                    tried.append(f"{run.url}/{place}: not there")
-            except CkptError as failure:
-                if source != AGAIN:  # it says the same once more
-                    tried.append(str(failure))
-            else:
-                return self._taken(key, span, source, stored, raw)
+            run.store.read_into(place, span.offset, memoryview(stored))
+            return stored, span.decoded(stored, f"{run.url}/{place}: {span.what}")
+
+        found = self._elsewhere(key, error, tried, read)
+        if found is not None:
+            (stored, raw), source = found
+            return self._taken(key, span, source, stored, raw)
         try:
             parity = self._parity.covering(name)
             if parity is not None:
