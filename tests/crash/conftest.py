@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.crash.jobs import NBYTES, Job, keepers_of
+from tests.members import leave_nothing
 
 
 @pytest.fixture
@@ -33,9 +30,4 @@ def jobs(tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         return made[-1]
 
     yield make
-    for job in made:
-        job.kill()
-    for pid in keepers_of(tmp_path):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(tmp_path, ignore_errors=True)  # pytest would keep it, and these are large
+    leave_nothing(made, lambda: keepers_of(tmp_path), tmp_path)

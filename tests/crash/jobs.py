@@ -24,6 +24,7 @@ from ckpt.keeper.client import KeeperClient, PendingTask
 from ckpt.keeper.place import process_identity
 from ckpt.reading.verify import verify_all
 from ckpt.testing import store_env
+from tests import members
 from tests.keeper.conftest import TrainerError, is_alive, wait_for
 from tests.ranks import PRELOAD
 
@@ -167,26 +168,11 @@ def _main(pipe: Connection, files: str, rank: int, world: int, run: str, nbytes:
 # -- in the test's process -----------------------------------------------------------------
 
 
-class Member:
+class Member(members.Member):
     """A rank's process, as its test sees it."""
 
     def __init__(self, files: str, rank: int, world: int, run: str, nbytes: int, env: dict[str, str]) -> None:
-        self.rank = rank
-        self._stderr = Path(f"{files}.stderr-{rank}")
-        self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_main, args=(theirs, files, rank, world, run, nbytes, env))
-        self.process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def send(self, name: str, *arguments: Any) -> None:
-        """Have it do something."""
-        self._pipe.send((name, arguments))
+        super().__init__(_context, _main, files, rank, world, run, nbytes, env)
 
     def answer(self) -> Any:
         """What came of it. Raises TrainerError with what was raised there."""
@@ -213,10 +199,6 @@ class Member:
         """SIGKILL."""
         self.process.kill()
         self.process.join()
-
-    def stderr(self) -> str:
-        """What it has said so far."""
-        return self._stderr.read_text() if self._stderr.exists() else ""
 
     def _receive(self) -> tuple[str, Any]:
         assert self._pipe.poll(2 * LONG_S), f"rank {self.rank} does not answer\n{self.stderr()}"

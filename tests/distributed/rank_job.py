@@ -27,6 +27,7 @@ from ckpt.keeper.client import KeeperClient
 from ckpt.keeper.condition import STOPPED, condition
 from ckpt.reading import parallel
 from ckpt.testing import BlockingStore, SlowStore
+from tests import members
 from tests.keeper.conftest import TrainerError, wait_for
 from tests.ranks import PRELOAD
 
@@ -173,26 +174,11 @@ def _main(pipe: Connection, files: str, rank: int, world: int, run: str, env: di
         pipe.send(answer)
 
 
-class Member:
+class Member(members.Member):
     """A rank's process, as its test sees it."""
 
     def __init__(self, files: str, rank: int, world: int, run: str, env: dict[str, str]) -> None:
-        self.rank = rank
-        self._stderr = Path(f"{files}.stderr-{rank}")
-        self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_main, args=(theirs, files, rank, world, run, env))
-        self.process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def send(self, name: str, *arguments: Any) -> None:
-        """Have it do something."""
-        self._pipe.send((name, arguments))
+        super().__init__(_context, _main, files, rank, world, run, env)
 
     def answer(self, within_s: float = LONG_S) -> Any:
         """What came of it. Raises TrainerError with what was raised there."""
@@ -217,10 +203,6 @@ class Member:
     def signal(self, number: int) -> None:
         """Send a signal."""
         os.kill(self.pid, number)
-
-    def stderr(self) -> str:
-        """What it has said so far."""
-        return self._stderr.read_text() if self._stderr.exists() else ""
 
 
 class RankJob:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import pytest
 import ckpt
 from tests.crash.jobs import Gate, keepers_of
 from tests.distributed.rank_job import LONG_S, PROGRESS_TIMEOUT_S, RANK_TIMEOUT_S, Jobs, Member, RankJob
+from tests.members import leave_nothing
 
 ROOT = Path(__file__).parent.parent.parent
 BOUND_S = 20.0  # on top of the time-out that is stated: other tests run on the same cores
@@ -59,12 +58,7 @@ def jobs(tmp_path: Path, run: str) -> Iterator[Jobs]:
         return made[-1]
 
     yield make
-    for job in made:
-        job.kill()
-    for pid in keepers_of(tmp_path):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(tmp_path, ignore_errors=True)
+    leave_nothing(made, lambda: keepers_of(tmp_path), tmp_path)
 
 
 def works(job: RankJob) -> None:

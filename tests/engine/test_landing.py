@@ -10,13 +10,14 @@ import torch
 
 import ckpt
 from ckpt.engine.landing import TensorLanding
-from ckpt.plan.boxes import Box, whole_box
+from ckpt.plan.boxes import Box
 from ckpt.reading.parallel import fetch_all
 from ckpt.reading.step import StepReader
 from ckpt.run import Run
 from ckpt.snapshot.copy import as_integers
 from ckpt.state import dtype_of
 from ckpt.testing.handmade import HandTensor, cut, filled, write_step
+from tests.reading.boxes import some_boxes
 
 DEVICES = [
     "cpu",
@@ -66,11 +67,7 @@ def test_any_box_of_any_cut(tmp_path, small_chunks, device, encoding, world, mes
     reader = StepReader.open(run)
     choose = random.Random(0)
     for dtype, whole in data.items():
-        boxes = [whole_box(shape)]
-        for _ in range(6):
-            bounds = [sorted(choose.choices(range(n + 1), k=2)) for n in shape]
-            boxes.append(Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)))
-        for box in filter(lambda box: box.numel, boxes):
+        for box in filter(lambda box: box.numel, some_boxes(shape, choose, 6)):
             same = strided(box, dtype_of(dtype), device)
             wider = strided(box, {"int16": torch.int64, "bfloat16": torch.float32}.get(dtype, same.dtype), device)
             into = as_integers(same)

@@ -10,11 +10,12 @@ import pytest
 from ckpt.errors import BadInputError, DamagedError, NotFoundError
 from ckpt.format.safetensors import DTYPE_NBYTES
 from ckpt.format.values import ModuleNode, OptimizerNode, RankRef, TensorRef, encode
-from ckpt.plan.boxes import Box, whole_box
+from ckpt.plan.boxes import Box
 from ckpt.reading.step import StepReader
 from ckpt.reading.tree import leaves, merge_values, readable, shortened, without_torch
 from ckpt.run import Run
 from ckpt.testing.handmade import HandTensor, RankOwn, cut, filled, write_step
+from tests.reading.boxes import some_boxes
 
 
 @pytest.fixture
@@ -56,11 +57,7 @@ def test_any_box_of_any_cut(run, small_chunks, encoding, world, mesh, placements
     reader = StepReader.open(run)
     choose = random.Random(0)
     for dtype, whole in data.items():
-        boxes = [whole_box(shape)]
-        for _ in range(8):
-            bounds = [sorted(choose.choices(range(n + 1), k=2)) for n in shape]
-            boxes.append(Box(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)))
-        for box in boxes:
+        for box in some_boxes(shape, choose, 8):
             into = bytearray(b"\xaa" * (box.numel * DTYPE_NBYTES[dtype]))
             reader.read(dtype, box, memoryview(into))
             assert bytes(into) == (cut(whole, shape, box, dtype) if box.numel else b""), box
