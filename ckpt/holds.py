@@ -14,34 +14,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from ckpt.errors import BadInputError, DamagedError, NotFoundError, StoreError, UnsupportedFormatError
 from ckpt.format import records
 from ckpt.format.commit import Attempt
 from ckpt.format.hold import HOLD_LIMIT_NBYTES, HOLDS, Hold, decode_hold, encode_hold, hold_key, parse_hold_name
+from ckpt.processes import process_identity, where_pids_count
 from ckpt.store.base import Store
 
 HOLD_S = 900.0  # how long a hold is believed that is not renewed; half of it is what two hosts' clocks may differ by
-
-
-def process_identity(pid: int) -> str:
-    """``pid.start``: names a process for ever, although pids are used again. "" when there is none, or a zombie."""
-    try:
-        # The command's name is in parentheses and may hold anything; the rest is plain words.
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return "" if words[0] in {b"Z", b"X"} else f"{pid}.{words[19].decode()}"
-
-
-def where_pids_count() -> str:
-    """``boot.namespace``: processes that have this in common see each other's pids. "" where it cannot be told."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager

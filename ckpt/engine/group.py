@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ckpt.engine.board import Board, BoardError
 from ckpt.errors import RankError
-from ckpt.keeper.condition import DEAD, STOPPED, ProcessName, condition, this_process
 from ckpt.keeper.saves import name_ranks
+from ckpt.processes import DEAD, STOPPED, ProcessName, condition, this_process
 
 RANK_TIMEOUT_S = 10.0  # so long a rank may be stopped while others wait for it: a debugger, a container that is frozen
 SILENCE_TIMEOUT_S = 1800.0  # so long a rank that lives, or cannot be seen from here, may keep the others waiting

@@ -19,11 +19,11 @@ from ckpt.format.commit import Attempt
 from ckpt.keeper import protocol, start
 from ckpt.keeper.arenas import ARENAS_PER_RANK
 from ckpt.keeper.borrowing import ArenaView, Borrowing
-from ckpt.keeper.condition import DEAD, STOPPED, condition
 from ckpt.keeper.pending import LOOK_S, PendingTask, check_process
 from ckpt.keeper.place import Place, here
 from ckpt.keeper.protocol import SaveResult, SaveTask
 from ckpt.keeper.settle import answers, settle, statuses
+from ckpt.processes import DEAD, STOPPED, condition
 
 __all__ = ["ArenaView", "KeeperClient", "PendingTask", "SaveResult", "settle", "statuses"]
 

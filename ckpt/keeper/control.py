@@ -19,9 +19,9 @@ from ckpt.format import records
 from ckpt.format.commit import COMMIT, Commit
 from ckpt.format.part import part_name
 from ckpt.keeper import alarms, commit, log, persist
-from ckpt.keeper.condition import ALIVE, condition
 from ckpt.keeper.requests import Request, Requests
 from ckpt.keeper.saves import Debris, Failure, Save, SaveAbandonedError, SeenPart, Work, name_ranks
+from ckpt.processes import ALIVE, condition
 from ckpt.reading.alarms import step_alarms
 from ckpt.run import Run
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ckpt.errors import KeeperError
-from ckpt.holds import process_identity
+from ckpt.processes import process_identity
 
 _SCHEDULER_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 

@@ -15,7 +15,6 @@ from types import FrameType
 import msgspec
 
 from ckpt.errors import CkptError, KeeperError
-from ckpt.holds import process_identity
 from ckpt.keeper import log, protocol
 from ckpt.keeper.arenas import Wanted
 from ckpt.keeper.connection import Connection
@@ -24,6 +23,7 @@ from ckpt.keeper.memory import available_nbytes
 from ckpt.keeper.place import Place
 from ckpt.keeper.registry import Registry
 from ckpt.keeper.start import locked
+from ckpt.processes import process_identity
 
 LINGER_S = 20.0
 FIRST_CLIENT_S = 30.0

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ckpt.errors import CkptError, KeeperError, error_from_kind
-from ckpt.holds import process_identity
 from ckpt.keeper import protocol
 from ckpt.keeper.place import Place
+from ckpt.processes import process_identity
 
 START_TIMEOUT_S = 60.0  # Python on a cold network file system takes its time
 ATTACH_TIMEOUT_S = 5.0

@@ -24,7 +24,7 @@ import ckpt
 from ckpt.engine import checkpointer, group, load, session
 from ckpt.engine.bounded import BoundedStore
 from ckpt.keeper.client import KeeperClient
-from ckpt.keeper.condition import STOPPED, condition
+from ckpt.processes import STOPPED, condition
 from ckpt.reading import parallel
 from ckpt.testing import BlockingStore, SlowStore
 from tests import members

@@ -14,7 +14,7 @@ import torch
 import ckpt
 from ckpt.engine import job
 from ckpt.keeper import client as client_module
-from ckpt.keeper.condition import ALIVE, STOPPED, condition
+from ckpt.processes import ALIVE, STOPPED, condition
 from tests.crash.jobs import Gate
 from tests.keeper.conftest import is_alive, wait_for
 
