@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
+from ckpt.store.around import AroundStore
 from ckpt.store.base import Seen, Sink, Source, Store
+
+T = TypeVar("T")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -50,60 +53,40 @@ class Requests:
             del self._by_thread[thread]
 
 
-class WatchedStore(Store):
+_VERBS = {
+    "get": "read",
+    "read_into": "read",
+    "open_source": "open",
+    "open_sink": "open",
+    "size": "stat",
+    "exists": "stat",
+    "delete_folder": "delete",
+}  # as people know them; any other operation has its own name
+
+
+class WatchedStore(AroundStore):
     """A store each of whose requests stands in ``requests`` while it is under way."""
 
     def __init__(self, inner: Store, requests: Requests) -> None:
-        self.url = inner.url
-        self.in_memory, self.lists_at_once = inner.in_memory, inner.lists_at_once
-        self._inner = inner
+        super().__init__(inner)
         self._requests = requests
 
-    def __repr__(self) -> str:
-        return f"WatchedStore({self._inner!r})"
-
-    def _asking(self, what: str, key: str) -> contextlib.AbstractContextManager[None]:
+    def asking(self, what: str, key: str) -> contextlib.AbstractContextManager[None]:
+        """While the block runs, this thread's request is ``what`` of the key."""
         return self._requests.under_way(what, f"{self.url}/{key}" if key else self.url)
 
-    def get(self, key: str, *, limit_nbytes: int | None = None) -> bytes:
-        """The inner store's."""
-        with self._asking("read", key):
-            return self._inner.get(key, limit_nbytes=limit_nbytes)
+    def pass_on(self, operation: str, key: str, nbytes: int, call: Callable[[], T]) -> T:  # noqa: ARG002 - any size
+        """``call()``, as a request."""
+        with self.asking(_VERBS.get(operation, operation), key):
+            return call()
 
     def open_source(self, key: str, *, shared: bool = False) -> Source:
         """The inner store's, watched."""
-        with self._asking("open", key):
-            return _WatchedSource(self._inner.open_source(key, shared=shared), self, key)
-
-    def size(self, key: str) -> int:
-        """The inner store's."""
-        with self._asking("stat", key):
-            return self._inner.size(key)
-
-    def list(self, prefix: str = "") -> builtins.list[str]:
-        """The inner store's."""
-        with self._asking("list", prefix):
-            return self._inner.list(prefix)
-
-    def create(self, key: str, data: bytes) -> None:
-        """The inner store's."""
-        with self._asking("create", key):
-            self._inner.create(key, data)
+        return _WatchedSource(super().open_source(key, shared=shared), self, key)
 
     def open_sink(self, key: str, nbytes: int | None = None) -> Sink:
         """The inner store's, watched."""
-        with self._asking("open", key):
-            return _WatchedSink(self._inner.open_sink(key, nbytes), self, key)
-
-    def delete(self, key: str) -> None:
-        """The inner store's."""
-        with self._asking("delete", key):
-            self._inner.delete(key)
-
-    def delete_folder(self, prefix: str) -> None:
-        """The inner store's."""
-        with self._asking("delete", prefix):
-            self._inner.delete_folder(prefix)
+        return _WatchedSink(super().open_sink(key, nbytes), self, key)
 
 
 class _WatchedSink(Sink):
@@ -111,15 +94,15 @@ class _WatchedSink(Sink):
         self._inner, self._store, self._key = inner, store, key
 
     def write(self, view: memoryview | bytes) -> None:
-        with self._store._asking("write", self._key):  # noqa: SLF001 - the classes are one thing
+        with self._store.asking("write", self._key):
             self._inner.write(view)
 
     def close(self) -> None:
-        with self._store._asking("close", self._key):  # noqa: SLF001 - as above
+        with self._store.asking("close", self._key):
             self._inner.close()
 
     def abort(self) -> None:
-        with self._store._asking("remove", self._key):  # noqa: SLF001 - as above
+        with self._store.asking("remove", self._key):
             self._inner.abort()
 
 
@@ -128,7 +111,7 @@ class _WatchedSource(Source):
         self._inner, self._store, self._key = inner, store, key
 
     def read_into(self, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        with self._store._asking("read", self._key):  # noqa: SLF001 - as above
+        with self._store.asking("read", self._key):
             self._inner.read_into(offset, view, seen)
 
     def close(self) -> None:

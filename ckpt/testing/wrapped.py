@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 import threading
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from ckpt.errors import BadInputError
+from ckpt.store.around import AroundStore
 from ckpt.store.base import Seen, Sink, Source, Store
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Tally:
         self.crashed = False
 
 
-class WrappedStore(Store):
+class WrappedStore(AroundStore):
     """Passes every operation on to ``inner``.
 
     A wrapper overrides ``around``, which is called for the operations it is concerned with: those named by
@@ -55,9 +55,7 @@ class WrappedStore(Store):
         operation: str | Iterable[str] | None = None,
         tally: Tally | None = None,
     ) -> None:
-        self.inner = inner
-        self.url = inner.url
-        self.in_memory, self.lists_at_once = inner.in_memory, inner.lists_at_once
+        super().__init__(inner)
         self.match = match
         names = self.default_operation if operation is None else operation
         self.operations = frozenset(
@@ -67,9 +65,6 @@ class WrappedStore(Store):
         if unknown:
             raise BadInputError(f"unknown operation {sorted(unknown)}; known: {', '.join([*_GROUPS, *_GROUPS['*']])}")
         self.tally = tally or Tally()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner!r})"
 
     def concerns(self, operation: str, key: str) -> bool:
         """Whether ``around`` is called for this."""
@@ -93,14 +88,6 @@ class WrappedStore(Store):
         """``around`` where this wrapper is concerned, else the plain call."""
         return self.around(operation, key, nbytes, call) if self.concerns(operation, key) else call()
 
-    def get(self, key: str, *, limit_nbytes: int | None = None) -> bytes:
-        """The inner store's."""
-        return self.pass_on("get", key, 0, lambda: self.inner.get(key, limit_nbytes=limit_nbytes))
-
-    def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        """The inner store's."""
-        self.pass_on("read_into", key, view.nbytes, lambda: self.inner.read_into(key, offset, view))
-
     def open_source(self, key: str, *, shared: bool = False) -> Source:
         """The inner store's, wrapped."""
         return WrappedSource(self, self.inner.open_source(key, shared=shared), key)
@@ -109,30 +96,11 @@ class WrappedStore(Store):
         """The inner store's own, at no time matched: it changes nothing that a reader sees."""
         self.inner.sync(key)
 
-    def size(self, key: str) -> int:
-        """The inner store's."""
-        return self.pass_on("size", key, 0, lambda: self.inner.size(key))
-
-    def list(self, prefix: str = "") -> builtins.list[str]:
-        """The inner store's."""
-        return self.pass_on("list", prefix, 0, lambda: self.inner.list(prefix))
-
-    def create(self, key: str, data: bytes) -> None:
-        """The inner store's."""
-        self.pass_on("create", key, len(data), lambda: self.inner.create(key, data))
-
     def open_sink(self, key: str, nbytes: int | None = None) -> Sink:
         """The inner store's, wrapped."""
-        sink = self.pass_on("open_sink", key, 0, lambda: self.inner.open_sink(key, nbytes))
-        return WrappedSink(self, sink, key)
+        return WrappedSink(self, super().open_sink(key, nbytes), key)
 
-    def delete(self, key: str) -> None:
-        """The inner store's."""
-        self.pass_on("delete", key, 0, lambda: self.inner.delete(key))
-
-    def delete_folder(self, prefix: str) -> None:
-        """The inner store's."""
-        self.pass_on("delete_folder", prefix, 0, lambda: self.inner.delete_folder(prefix))
+    exists = Store.exists  # by ``size``
 
 
 class WrappedSource(Source):
